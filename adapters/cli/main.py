@@ -1,0 +1,103 @@
+"""The ``lmcache-kernels`` command. Each command loads what it needs when it is called, so that
+``--help`` answers at once."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from lmcache_kernels import KVTransferError, __version__
+
+app = typer.Typer(
+    name="lmcache-kernels",
+    help="Moves an LLM's KV cache: try it, serve it, or see what this machine has for it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class DeviceChoice(str, Enum):
+    """Where the demo keeps its paged caches."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lmcache-kernels {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+
+@app.command()
+def serve(
+    host: Annotated[
+        str, typer.Option(help="Address to bind; a loopback address unless keys are set up.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port to bind.")] = 5555,
+    l1_size_gb: Annotated[
+        float,
+        typer.Option("--l1-size-gb", min=0.001, help="Host memory for chunks, in GiB of /dev/shm."),
+    ] = 4.0,
+    chunk_size: Annotated[
+        int, typer.Option("--chunk-size", min=1, help="Tokens of one chunk; engines must agree.")
+    ] = 256,
+) -> None:
+    """Run a cache server until it is interrupted."""
+    from lmcache_kernels.adapters.server.main import serve as run_server
+
+    run_server(host=host, port=port, size_gb=l1_size_gb, chunk_size=chunk_size)
+
+
+@app.command()
+def demo(
+    size_mb: Annotated[
+        int, typer.Option("--size-mb", min=1, help="KV cache of each layout, in MB.")
+    ] = 256,
+    device: Annotated[
+        DeviceChoice, typer.Option(help="auto takes a GPU if there is one.")
+    ] = DeviceChoice.auto,
+) -> None:
+    """Store paged caches in a server, load them into other blocks, and verify every byte."""
+    from .demo import run_demo
+
+    raise typer.Exit(run_demo(size_mb=size_mb, device=device.value))
+
+
+@app.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+) -> None:
+    """Tell what this machine has, what is short, and what to do about it.
+
+    Exits with 1 if something that nothing works without is missing.
+    """
+    from .doctor import run_doctor
+
+    raise typer.Exit(run_doctor(as_json=json))
+
+
+def run() -> None:
+    """Entry point of the console script: errors we know become one line and exit status 1."""
+    try:
+        app()
+    except KVTransferError as error:
+        sys.exit(f"lmcache-kernels: {error}")

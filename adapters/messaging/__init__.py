@@ -1,0 +1,1 @@
+"""Requests and replies over ZeroMQ sockets of this machine."""

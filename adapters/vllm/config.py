@@ -1,0 +1,104 @@
+"""Settings of the connector: the ``lmcache.mp.*`` keys of ``kv_connector_extra_config``. Pure."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from lmcache_kernels.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "lmcache.mp."
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorConfig:
+    """What can be set, each field a key behind ``lmcache.mp.``.
+
+    Attributes:
+        host: where the server listens; a bare name or address, or with a scheme (``tcp://``).
+        port: its port.
+        chunk_size: tokens of one chunk; must equal the server's and be a multiple of every block
+            size of the model.
+        load_async: load between steps while other requests run, rather than inside the step.
+        lookup_timeout: seconds until a lookup counts as a miss.
+        request_timeout: seconds a single request of a transfer may take.
+        connect_timeout: seconds the engine's start waits for the server before it goes on without.
+        heartbeat_interval: seconds between pings.
+    """
+
+    host: str = "tcp://localhost"
+    port: int = 5555
+    chunk_size: int = 256
+    load_async: bool = True
+    lookup_timeout: float = 0.5
+    request_timeout: float = 2.0
+    connect_timeout: float = 1.5
+    heartbeat_interval: float = 10.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{PREFIX}{field.name}: expected seconds > 0, got {value}")
+        if not 0 < self.port < 65536:
+            raise ConfigError(f"{PREFIX}port: expected 1 to 65535, got {self.port}")
+        if self.chunk_size < 1:
+            raise ConfigError(f"{PREFIX}chunk_size: expected >= 1 token, got {self.chunk_size}")
+
+    @property
+    def url(self) -> str:
+        host = self.host if "://" in self.host else f"tcp://{self.host}"
+        return f"{host}:{self.port}"
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any] | None) -> ConnectorConfig:
+        """Read the settings; absent keys and keys set to None take their default.
+
+        Keys without the prefix belong to others and are ignored; an unknown key with it is a typo
+        and gets a warning.
+
+        Raises:
+            ConfigError: a value that cannot be converted or cannot work, naming the key.
+        """
+        known = {field.name: field for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for key, value in (extra or {}).items():
+            if not key.startswith(PREFIX) or value is None:
+                continue
+            name = key.removeprefix(PREFIX)
+            if name not in known:
+                logger.warning("unknown setting %s is ignored; known are %s", key, sorted(known))
+                continue
+            values[name] = _convert(key, value, known[name].default)
+        config = cls(**values)
+        for name, field in known.items():
+            value = getattr(config, name)
+            if value == field.default:
+                logger.info("%s%s = %s", PREFIX, name, value)
+            else:
+                logger.info(
+                    "%s%s = %s (overridden, default %s)", PREFIX, name, value, field.default
+                )
+        return config
+
+
+def _convert(key: str, value: Any, default: Any) -> Any:
+    if isinstance(default, bool):
+        text = str(value).strip().lower()
+        if text in _TRUE or text in _FALSE:
+            return text in _TRUE
+        raise ConfigError(f"{key}: expected one of {', '.join(_TRUE + _FALSE)}, got {value!r}")
+    try:
+        return type(default)(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key}: expected {type(default).__name__}, got {value!r}") from error

@@ -1,0 +1,137 @@
+"""vLLM's KV caches as data: which axes a registered tensor has, and which pages only move whole."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING, Any
+
+from lmcache_kernels.errors import LayoutError
+from lmcache_kernels.plane import CacheGroup
+from lmcache_kernels.views import dtype_name, opaque_group_of, plane_of
+
+from .tracker import GroupShape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+LAYOUTS = (
+    # vLLM >= 0.29: one logical order for every back end, K and V side by side; strides tell NHD
+    # from HND.
+    "block head token dim",
+    # vLLM <= 0.28: FlashAttention; FlashInfer and Triton; MLA.
+    "kv block token head dim",
+    "block kv token head dim",
+    "block token dim",
+)
+"""Axes of the tensors that attention layers register, tried against what the spec says they hold."""
+
+SUPPORTED = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
+"""KV-cache specs whose blocks hold the keys and values of consecutive tokens."""
+
+WINDOWED = ("SlidingWindowSpec",)
+
+
+def group_shapes(kv_cache_config: Any) -> list[GroupShape]:
+    """How each KV-cache group pages its tokens.
+
+    Raises:
+        LayoutError: a group this connector cannot store, naming its kind.
+    """
+    shapes = []
+    for group in kv_cache_config.kv_cache_groups:
+        specs = list(_layer_specs(group).values())
+        kinds = {type(spec).__name__ for spec in specs}
+        if not kinds <= set(SUPPORTED):
+            raise LayoutError(
+                f"KV-cache group of {', '.join(sorted(kinds))}: this connector stores "
+                f"{', '.join(SUPPORTED)} only; run this model without it"
+            )
+        shapes.append(GroupShape(specs[0].block_size, windowed=bool(kinds & set(WINDOWED))))
+    return shapes
+
+
+def describe_groups(
+    kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor], isa_of: Mapping[str, str]
+) -> list[CacheGroup]:
+    """The engine's cache as groups of planes.
+
+    Args:
+        kv_cache_config: the engine's, with its groups and specs.
+        kv_caches: the tensors the engine registered, by layer.
+        isa_of: for layers of the CPU attention back end, the instruction set its page format
+            depends on; pages of such layers are opaque.
+
+    Raises:
+        LayoutError: a tensor whose shape is none of :data:`LAYOUTS` for its spec, or a layer that
+            was not registered.
+    """
+    return [
+        _describe(group, kv_cache_config.num_blocks, kv_caches, isa_of)
+        for group in kv_cache_config.kv_cache_groups
+    ]
+
+
+def _layer_specs(group: Any) -> dict[str, Any]:
+    spec = group.kv_cache_spec
+    per_layer = getattr(spec, "kv_cache_specs", None)
+    return {name: per_layer[name] if per_layer else spec for name in group.layer_names}
+
+
+def _describe(
+    group: Any,
+    num_blocks: int,
+    kv_caches: Mapping[str, torch.Tensor],
+    isa_of: Mapping[str, str],
+) -> CacheGroup:
+    specs = _layer_specs(group)
+    missing = [name for name in specs if name not in kv_caches]
+    if missing:
+        raise LayoutError(f"layers {', '.join(missing)}: expected their KV caches to be registered")
+    first_name, first_spec = next(iter(specs.items()))
+    if first_name in isa_of:
+        tag = (
+            f"vllm cpu_attn {platform.machine()} {isa_of[first_name]} "
+            f"heads={first_spec.num_kv_heads} dim={first_spec.head_size}"
+        )
+        return opaque_group_of([kv_caches[name] for name in specs], first_spec.block_size, tag)
+    # Layers of one shape are rows of one plane; a group may hold several shapes.
+    planes: dict[tuple[object, ...], list[str]] = {}
+    for name in specs:
+        tensor = kv_caches[name]
+        planes.setdefault((tensor.shape, tensor.stride(), tensor.dtype), []).append(name)
+    return CacheGroup(
+        planes=tuple(
+            plane_of(
+                [kv_caches[name] for name in names],
+                axes_of(kv_caches[names[0]], specs[names[0]], num_blocks),
+            )
+            for names in planes.values()
+        ),
+        block_tokens=first_spec.block_size,
+        dtype=dtype_name(kv_caches[first_name]),
+    )
+
+
+def axes_of(tensor: torch.Tensor, spec: Any, num_blocks: int) -> str:
+    """Which of :data:`LAYOUTS` the tensor has, given what its spec says it holds.
+
+    Raises:
+        LayoutError: none or several of them, with shape and strides.
+    """
+    fitting = [axes for axes in LAYOUTS if _fits(tensor.shape, axes.split(), spec, num_blocks)]
+    if len(fitting) != 1:
+        raise LayoutError(
+            f"KV cache of shape {tuple(tensor.shape)} stride {tensor.stride()}: expected one of "
+            f"{list(LAYOUTS)} for {num_blocks} blocks of {spec.block_size} tokens, "
+            f"{spec.num_kv_heads} heads of {spec.head_size}; {len(fitting)} fit"
+        )
+    return fitting[0]
+
+
+def _fits(shape: Sequence[int], axes: list[str], spec: Any, num_blocks: int) -> bool:
+    if len(shape) != len(axes):
+        return False
+    exact = {"block": num_blocks, "kv": 2, "head": spec.num_kv_heads, "token": spec.block_size}
+    return all(axis == "dim" or shape[i] == exact[axis] for i, axis in enumerate(axes))

@@ -1,0 +1,346 @@
+"""The scheduler's half of the connector: what is stored where, what to load, what to store, which
+stores to fence. Never blocks, never waits, knows nothing of tensors.
+
+Blocks are never held back for a store: they are freed as soon as the engine likes, and if one of
+them is handed out again while a store still reads it, the step that may overwrite it is told to
+wait for that store's gather. So there is no sequence of hooks that frees a block twice or never.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+from lmcache_kernels.errors import KVTransferError
+from lmcache_kernels.transfer.keys import ChunkChain, Span, root_digest
+from lmcache_kernels.transfer.messages import Clear, EndSession, Found, Lookup
+from lmcache_kernels.transfer.moves import ABSENT
+
+from .jobs import LoadJob, StepJobs, StepReport, StoreJob
+from .tracker import (
+    GroupShape,
+    RequestTracker,
+    chunks_allocated,
+    matched_tokens,
+    slice_blocks,
+    storable_chunks,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from lmcache_kernels.transfer.port import CachePort
+
+    from .config import ConnectorConfig
+
+logger = logging.getLogger(__name__)
+
+RESET_TIMEOUT = 2.0
+"""Seconds the engine's cache reset waits for the server."""
+
+
+class SchedulerSide:
+    """See the module. Arguments named ``request`` and ``output`` are the engine's own objects.
+
+    Args:
+        config: the connector's settings.
+        port: the cache.
+        model: name of the weights; ``kv_dtype``: of the cache.
+        groups: how each KV-cache group pages its tokens.
+        workers: how many workers report each job.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        port: CachePort,
+        *,
+        model: str,
+        kv_dtype: str,
+        groups: Sequence[GroupShape],
+        workers: int,
+    ) -> None:
+        self._config = config
+        self._port = port
+        self._model = model
+        self._kv_dtype = kv_dtype
+        self._groups = tuple(groups)
+        self._workers = workers
+        # A load that fails on one of several groups can only be reported for the whole request,
+        # which the engine takes for asynchronous loads alone.
+        self._load_async = config.load_async or len(self._groups) > 1
+        self._alignment = (
+            1 if len(self._groups) == 1 else math.lcm(*(g.block_tokens for g in self._groups))
+        )
+        self.shards: list[bytes] = []
+        self._trackers: dict[str, RequestTracker] = {}
+        self._step = StepJobs()
+        self._next_job = 0
+        self._running: dict[int, _RunningJob] = {}
+
+    # --- matching ---------------------------------------------------------------------------------
+
+    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond ``local_tokens`` are stored; (None, False): ask again next step."""
+        tracker = self._trackers.get(request.request_id)
+        if tracker is None:
+            tracker = self._track(request)
+            if tracker is None:
+                return 0, False
+        if tracker.admitted and request.status.name == "PREEMPTED":
+            self._end_session(request.request_id, tracker)
+            tracker.restart()
+        tracker.local_tokens = local_tokens
+        if tracker.load_failed:
+            return 0, False
+        if tracker.stores:
+            # What it has just stored is about to be found; and until its gathers are over, its old
+            # blocks must not be taken for free.
+            return None, False
+        if tracker.hit_chunks is None:
+            hit = self._poll_lookup(request.request_id, tracker)
+            if hit is None:
+                return None, False
+            tracker.hit_chunks = tracker.stored_chunks = hit
+        found = matched_tokens(
+            tracker.hit_chunks, self._config.chunk_size, request.num_tokens, self._alignment
+        )
+        external = max(0, found - local_tokens)
+        return external, self._load_async and external > 0
+
+    def _track(self, request: Any) -> RequestTracker | None:
+        if getattr(request, "prompt_embeds", None) is not None or not request.prompt_token_ids:
+            return None  # without token ids there is nothing to name the chunks by
+        adapter = getattr(request, "lora_request", None)
+        root = root_digest(
+            model=self._model,
+            chunk_tokens=self._config.chunk_size,
+            adapter=f"{adapter.lora_name}\n{adapter.lora_path}" if adapter else "",
+            salt=getattr(request, "cache_salt", None) or "",
+            dtype=self._kv_dtype,
+        )
+        spans = [
+            Span(item.identifier, item.mm_position.offset, item.mm_position.length)
+            for item in getattr(request, "mm_features", None) or ()
+        ]
+        tracker = RequestTracker(
+            chain=ChunkChain(root, self._config.chunk_size, spans),
+            tokens=request.all_token_ids,
+            prompt_chunks=len(request.prompt_token_ids) // self._config.chunk_size,
+        )
+        self._trackers[request.request_id] = tracker
+        return tracker
+
+    def _poll_lookup(self, request_id: str, tracker: RequestTracker) -> int | None:
+        """Chunks found, 0 for any failure, None while the answer is on its way."""
+        if tracker.lookup is None:
+            if not self.shards or len(tracker.tokens) < self._config.chunk_size:
+                return 0
+            digests = tracker.chain.extend(tracker.tokens)
+            tracker.leased = True
+            tracker.lookup = self._port.request(
+                Lookup(request=request_id, shards=self.shards, digests=b"".join(digests)),
+                self._config.lookup_timeout,
+            )
+        if not tracker.lookup.done():
+            return None
+        try:
+            reply = tracker.lookup.result()
+        except KVTransferError as error:
+            logger.debug("lookup of %s failed, taken as a miss: %s", request_id, error)
+            return 0
+        return reply.chunks if isinstance(reply, Found) else 0
+
+    # --- allocation -------------------------------------------------------------------------------
+
+    def allocated(
+        self, request_id: str, block_ids: Sequence[Sequence[int]], external_tokens: int
+    ) -> None:
+        """The engine gave the request its blocks; ``external_tokens`` of them we must fill."""
+        tracker = self._trackers.get(request_id)
+        if tracker is None:
+            return
+        tracker.admitted = True
+        tracker.block_ids = [list(ids) for ids in block_ids]
+        for ids, group in zip(tracker.block_ids, self._groups, strict=True):
+            # Blocks found in the engine's own cache are shared, not handed out again.
+            self._fence_reuse(ids[tracker.local_tokens // group.block_tokens :])
+        if external_tokens <= 0:
+            self._end_session(request_id, tracker)
+            return
+        tracker.load = self._start_job(request_id)
+        self._step.loads.append(self._load_job(tracker.load, request_id, tracker, external_tokens))
+
+    def refuse_load(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+        """We promised tokens and cannot order their load: have the workers report it as failed."""
+        self._step.loads.append(
+            LoadJob(
+                job_id=self._start_job(request_id),
+                request_id=request_id,
+                digests=[],
+                block_ids=[list(ids) for ids in block_ids],
+                skip_tokens=0,
+                synchronous=not self._load_async,
+            )
+        )
+
+    def _start_job(self, request_id: str, reads: Iterable[int] = ()) -> int:
+        job_id, self._next_job = self._next_job, self._next_job + 1
+        self._running[job_id] = _RunningJob(request_id, frozenset(reads), self._workers)
+        return job_id
+
+    def _load_job(
+        self, job_id: int, request_id: str, tracker: RequestTracker, tokens: int
+    ) -> LoadJob:
+        size = self._config.chunk_size
+        first = tracker.local_tokens // size
+        last = -(-(tracker.local_tokens + tokens) // size)
+        blocks = slice_blocks(tracker.block_ids, self._groups, size, first, last)
+        for ids, group in zip(blocks, self._groups, strict=True):
+            if group.windowed:
+                ids[:] = [ABSENT if block == 0 else block for block in ids]
+        return LoadJob(
+            job_id=job_id,
+            request_id=request_id,
+            digests=tracker.chain.digests[first:last],
+            block_ids=blocks,
+            skip_tokens=tracker.local_tokens - first * size,
+            synchronous=not self._load_async,
+        )
+
+    def _fence_reuse(self, block_ids: Iterable[int]) -> None:
+        handed_out = set(block_ids)
+        self._step.fence += [
+            job_id for job_id, job in self._running.items() if not handed_out.isdisjoint(job.reads)
+        ]
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def build_step(self, output: Any) -> StepJobs:
+        """Orders for the step that ``output`` describes; called once for each step."""
+        for new in output.scheduled_new_reqs:
+            tracker = self._trackers.get(new.req_id)
+            if tracker is not None:
+                tracker.block_ids = [list(ids) for ids in new.block_ids]
+                self._advance(
+                    new.req_id, tracker, new.num_computed_tokens, output.num_scheduled_tokens
+                )
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            tracker = self._trackers.get(request_id)
+            if tracker is None:
+                continue
+            new_ids = cached.new_block_ids[index]
+            if request_id in cached.resumed_req_ids:
+                tracker.block_ids = [list(ids) for ids in new_ids]
+            elif new_ids is not None:
+                for known, added in zip(tracker.block_ids, new_ids, strict=True):
+                    known.extend(added)
+                    self._fence_reuse(added)
+            self._advance(
+                request_id, tracker, cached.num_computed_tokens[index], output.num_scheduled_tokens
+            )
+        for request_id in output.preempted_req_ids or ():
+            tracker = self._trackers.get(request_id)
+            if tracker is not None:
+                self._step.fence += tracker.stores
+        step, self._step = self._step, StepJobs()
+        step.fence = sorted(set(step.fence))
+        return step
+
+    def _advance(
+        self, request_id: str, tracker: RequestTracker, computed: int, scheduled: dict[str, int]
+    ) -> None:
+        """Order a store of the prompt chunks that will be complete after this step."""
+        if tracker.load is not None:
+            # If the load fails, what this step computes on top of it is wrong.
+            return
+        size = self._config.chunk_size
+        last = min(
+            (computed + scheduled[request_id]) // size,
+            tracker.prompt_chunks,
+            chunks_allocated(tracker.block_ids, self._groups, size),
+        )
+        first = tracker.stored_chunks
+        if last <= first or not self.shards:
+            return
+        tracker.stored_chunks = last
+        chunks = storable_chunks(tracker.block_ids, self._groups, size, first, last)
+        if not chunks or self._port.incarnation is None:
+            return
+        digests = tracker.chain.extend(tracker.tokens)
+        blocks: list[list[int]] = [[] for _ in self._groups]
+        for chunk in chunks:
+            part = slice_blocks(tracker.block_ids, self._groups, size, chunk, chunk + 1)
+            for ids, more in zip(blocks, part, strict=True):
+                ids += more
+        job_id = self._start_job(request_id, (block for ids in blocks for block in ids))
+        tracker.stores.add(job_id)
+        self._step.stores.append(StoreJob(job_id, [digests[chunk] for chunk in chunks], blocks))
+
+    # --- reports ----------------------------------------------------------------------------------
+
+    def report(self, report: StepReport) -> None:
+        """Take in which jobs are over; a job is when every worker has said so."""
+        for job_id in report.failed:
+            if job_id in self._running:
+                self._running[job_id].failed = True
+        for job_id, workers in report.over.items():
+            job = self._running.get(job_id)
+            if job is None:
+                continue
+            job.awaited -= workers
+            if job.awaited > 0:
+                continue
+            del self._running[job_id]
+            tracker = self._trackers.get(job.request_id)
+            if tracker is None:
+                continue
+            tracker.stores.discard(job_id)
+            if tracker.load == job_id:
+                self._load_over(job, tracker)
+
+    def _load_over(self, job: _RunningJob, tracker: RequestTracker) -> None:
+        tracker.load = None
+        if job.failed:
+            tracker.load_failed = True
+            tracker.stored_chunks = 0  # offer again what turned out to be missing
+            logger.warning("a load of request %s failed; it is recomputed", job.request_id)
+        self._end_session(job.request_id, tracker)
+
+    def finished(self, request_id: str) -> None:
+        """The request ended, whatever the reason; unknown ids are fine."""
+        tracker = self._trackers.pop(request_id, None)
+        if tracker is not None:
+            self._end_session(request_id, tracker)
+
+    def _end_session(self, request_id: str, tracker: RequestTracker) -> None:
+        if tracker.leased:
+            tracker.leased = False
+            self._port.request(EndSession(request=request_id), self._config.request_timeout)
+
+    @property
+    def has_running_jobs(self) -> bool:
+        return bool(self._running)
+
+    def reset(self) -> bool:
+        """Clear the server's cache; False when it did not answer."""
+        try:
+            self._port.request(Clear(), RESET_TIMEOUT).result(RESET_TIMEOUT + 1.0)
+        except (KVTransferError, TimeoutError) as error:
+            logger.warning("the cache server was not cleared: %s", error)
+            return False
+        return True
+
+
+class _RunningJob:
+    """A job that some worker has not reported as over; ``reads``: blocks a store reads."""
+
+    __slots__ = ("awaited", "failed", "reads", "request_id")
+
+    def __init__(self, request_id: str, reads: frozenset[int], awaited: int) -> None:
+        self.request_id = request_id
+        self.reads = reads
+        self.awaited = awaited
+        self.failed = False

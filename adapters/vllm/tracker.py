@@ -1,0 +1,126 @@
+"""What the scheduler's half remembers of one request. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from concurrent.futures import Future
+
+    from lmcache_kernels.transfer.keys import ChunkChain
+    from lmcache_kernels.transfer.messages import Reply
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """How one KV-cache group of the engine pages its tokens.
+
+    ``windowed``: block id 0 stands for a block that left the attention window.
+    """
+
+    block_tokens: int
+    windowed: bool = False
+
+
+@dataclass(slots=True)
+class RequestTracker:
+    """One request from its first lookup to its end.
+
+    Attributes:
+        chain: digests of its chunks.
+        tokens: all its tokens; a live view that grows.
+        prompt_chunks: whole chunks of the prompt; later ones are not stored.
+        lookup: the answer on its way, or here.
+        leased: a lookup was sent, so the server may hold chunks for us.
+        hit_chunks: chunks the server has; None until the lookup was answered.
+        local_tokens: tokens the engine found in its own prefix cache when it last asked.
+        block_ids: per group, the request's whole block table.
+        stored_chunks: chunks that were offered to the server or came from it.
+        stores: ids of its store jobs that are not over.
+        load: id of the load job whose outcome is not known, if there is one.
+        load_failed: a load failed, so nothing is promised any more; the engine recomputes.
+        admitted: blocks were allocated since the last lookup.
+    """
+
+    chain: ChunkChain
+    tokens: Sequence[int]
+    prompt_chunks: int
+    lookup: Future[Reply] | None = None
+    leased: bool = False
+    hit_chunks: int | None = None
+    local_tokens: int = 0
+    block_ids: list[list[int]] = field(default_factory=list)
+    stored_chunks: int = 0
+    stores: set[int] = field(default_factory=set)
+    load: int | None = None
+    load_failed: bool = False
+    admitted: bool = False
+
+    def restart(self) -> None:
+        """The engine preempted the request: its blocks are gone, it will ask again."""
+        self.lookup = None
+        self.hit_chunks = None
+        self.block_ids = []
+        self.stored_chunks = 0
+        self.load = None
+        self.admitted = False
+
+
+def matched_tokens(hit_chunks: int, chunk_tokens: int, num_tokens: int, alignment: int) -> int:
+    """Tokens the engine may take as computed when ``hit_chunks`` chunks are stored.
+
+    At least one token stays for the model to compute, or there would be nothing to sample from;
+    what remains of a full hit is rounded down to ``alignment``.
+    """
+    hit = hit_chunks * chunk_tokens
+    if hit < num_tokens:
+        return hit
+    return (num_tokens - 1) // alignment * alignment
+
+
+def slice_blocks(
+    block_ids: Sequence[Sequence[int]],
+    groups: Sequence[GroupShape],
+    chunk_tokens: int,
+    first: int,
+    last: int,
+) -> list[list[int]]:
+    """Per group, the block ids of chunks [first, last)."""
+    return [
+        list(ids[first * chunk_tokens // g.block_tokens : last * chunk_tokens // g.block_tokens])
+        for ids, g in zip(block_ids, groups, strict=True)
+    ]
+
+
+def chunks_allocated(
+    block_ids: Sequence[Sequence[int]], groups: Sequence[GroupShape], chunk_tokens: int
+) -> int:
+    """Whole chunks for which every group has blocks."""
+    return min(
+        len(ids) * g.block_tokens // chunk_tokens for ids, g in zip(block_ids, groups, strict=True)
+    )
+
+
+def storable_chunks(
+    block_ids: Sequence[Sequence[int]],
+    groups: Sequence[GroupShape],
+    chunk_tokens: int,
+    first: int,
+    last: int,
+) -> list[int]:
+    """Chunks of [first, last) whose blocks are all there: a chunk with a block that left the
+    attention window cannot be stored whole."""
+    return [
+        chunk
+        for chunk in range(first, last)
+        if not any(
+            g.windowed and 0 in ids
+            for g, ids in zip(
+                groups,
+                slice_blocks(block_ids, groups, chunk_tokens, chunk, chunk + 1),
+                strict=True,
+            )
+        )
+    ]

@@ -1,0 +1,136 @@
+"""A worker's half of the connector: moves what the scheduler's half orders, reports what is over."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from lmcache_kernels.errors import KVTransferError
+from lmcache_kernels.transfer.moves import ABSENT
+
+from .jobs import StepReport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lmcache_kernels.transfer.context import EngineDrivenContext, StoreTransfer
+
+    from .jobs import LoadJob, StepJobs
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerSide:
+    """See the module. All hooks run on the engine's thread and only poll.
+
+    Args:
+        context: of this worker's cache.
+        writer: whether this worker stores; ranks that hold copies of the same heads do not.
+        fence_timeout: seconds a step waits for the gather of a store whose blocks it overwrites.
+    """
+
+    def __init__(
+        self, context: EngineDrivenContext, *, writer: bool, fence_timeout: float = 5.0
+    ) -> None:
+        self._context = context
+        self._writer = writer
+        self._fence_timeout = fence_timeout
+        self._stores: dict[int, StoreTransfer] = {}
+        self._loads: dict[int, tuple[LoadJob, Future[int]]] = {}
+        self._report = StepReport()
+        self._bad_blocks: set[int] = set()
+
+    def fence(self, step: StepJobs) -> None:
+        """Before the step runs: the gathers it would spoil are over, or stopped."""
+        transfers = [self._stores[job] for job in step.fence if job in self._stores]
+        if transfers:
+            self._context.flush(transfers, self._fence_timeout)
+
+    def start_loads(self, step: StepJobs) -> None:
+        """Start the step's loads; synchronous ones are done on return."""
+        for job in step.loads:
+            future = self._start_load(job)
+            self._loads[job.job_id] = (job, future)
+            if job.synchronous:
+                self._finish_load(job, future)
+
+    def _start_load(self, job: LoadJob) -> Future[int]:
+        try:
+            return self._context.submit_retrieve(
+                job.digests, job.block_ids, skip_first_n_tokens=job.skip_tokens
+            )
+        except KVTransferError as error:
+            failed: Future[int] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def start_stores(self, step: StepJobs) -> None:
+        """After the step's work was queued: start its stores."""
+        for job in step.stores:
+            if not self._writer:
+                self._over(job.job_id)
+                continue
+            try:
+                self._stores[job.job_id] = self._context.submit_store(job.digests, job.block_ids)
+            except KVTransferError as error:
+                logger.warning("store %d was refused: %s", job.job_id, error)
+                self._over(job.job_id)
+
+    def poll(self) -> tuple[set[str], set[str]]:
+        """(requests whose asynchronous load ended, those of them whose load failed)."""
+        for job_id, transfer in list(self._stores.items()):
+            if transfer.result.done():
+                del self._stores[job_id]
+                self._over(job_id)
+                error = transfer.result.exception()
+                if error is not None:
+                    logger.debug("store %d was not published: %s", job_id, error)
+        ended, failed = set(), set()
+        for job, future in list(self._loads.values()):
+            if future.done():
+                ended.add(job.request_id)
+                if not self._finish_load(job, future):
+                    failed.add(job.request_id)
+        return ended, failed
+
+    def _finish_load(self, job: LoadJob, future: Future[int]) -> bool:
+        """Report the load; waits for it when it is not done. False when it failed."""
+        del self._loads[job.job_id]
+        self._over(job.job_id)
+        try:
+            loaded = future.result()
+        except (KVTransferError, OSError) as error:
+            logger.warning("load for request %s failed: %s", job.request_id, error)
+            loaded = 0
+        if job.digests and loaded == len(job.digests):
+            return True
+        self._report.failed.add(job.job_id)
+        self._bad_blocks.update(self._blocks_from(job, loaded))
+        return False
+
+    def _blocks_from(self, job: LoadJob, chunk: int) -> Iterable[int]:
+        """Blocks of the load's chunks from number ``chunk`` on that it should have filled."""
+        for ids, per_chunk in zip(
+            job.block_ids, self._context.layout.blocks_per_chunk, strict=True
+        ):
+            skip = job.skip_tokens // (self._context.layout.chunk_tokens // per_chunk)
+            for block in ids[max(chunk * per_chunk, skip) :]:
+                if block != ABSENT:
+                    yield block
+
+    def _over(self, job_id: int) -> None:
+        self._report.over[job_id] = 1
+
+    def take_bad_blocks(self) -> set[int]:
+        """Blocks that a failed load left without their content; each is returned once."""
+        taken, self._bad_blocks = self._bad_blocks, set()
+        return taken
+
+    def take_report(self) -> StepReport:
+        """What ended since the last call."""
+        taken, self._report = self._report, StepReport()
+        return taken
+
+    def close(self) -> None:
+        self._context.close()

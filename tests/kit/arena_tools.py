@@ -1,0 +1,48 @@
+"""Harm a server's arena on purpose."""
+
+from __future__ import annotations
+
+import random
+
+from lmcache_kernels.transfer.arena import Arena
+from lmcache_kernels.transfer.slot_header import HEADER_BYTES, MAGIC
+
+
+def slots(view):
+    """Offsets of the slots that hold a chunk."""
+    whole = bytes(view)
+    found, position = [], whole.find(MAGIC)
+    while position >= 0:
+        found.append(position)
+        position = whole.find(MAGIC, position + HEADER_BYTES)
+    return found
+
+
+def damage_headers(server, keep=0):
+    """Spoil the header of every slot but the first ``keep``; returns how many."""
+    arena = Arena.attach(server.arena_name, server.arena_bytes)
+    view = arena.view(0, arena.nbytes)
+    hit = slots(view)[keep:]
+    for offset in hit:
+        view[offset : offset + len(MAGIC)] = b"\xff" * len(MAGIC)
+    view.release()
+    arena.close()
+    return len(hit)
+
+
+def scramble_payloads(server, span=4096):
+    """Overwrite what lies behind every header, up to the next one or ``span`` pieces of it."""
+    arena = Arena.attach(server.arena_name, server.arena_bytes)
+    view = arena.view(0, arena.nbytes)
+    offsets = slots(view)
+    noise = random.Random(5)
+    for offset, end in zip(offsets, [*offsets[1:], None], strict=True):
+        end = end or offset + (offsets[1] - offsets[0] if len(offsets) > 1 else span)
+        size = end - offset - HEADER_BYTES
+        # Small float32 numbers rather than noise bits, which would mostly be NaN or huge.
+        view[offset + HEADER_BYTES : end] = bytes(
+            byte if i % 4 != 3 else 0x3F for i, byte in enumerate(noise.randbytes(size))
+        )
+    view.release()
+    arena.close()
+    return len(offsets)

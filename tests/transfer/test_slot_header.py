@@ -1,0 +1,80 @@
+"""The bytes in front of a chunk: fixed, and refused when they are another chunk's."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_kernels.errors import LocalProtocolError, RemoteProtocolError
+from lmcache_kernels.transfer.slot_header import HEADER_BYTES, pack_header, read_header
+from lmcache_kernels.transfer.slots import SLOT_ALIGN
+
+SHARD = bytes(range(32))
+DIGEST = bytes(range(100, 132))
+SIZE = 0x0102030405
+
+
+def test_golden_bytes() -> None:
+    header = pack_header(SHARD, DIGEST, SIZE)
+    assert len(header) == HEADER_BYTES == SLOT_ALIGN == 512
+    assert header[:24].hex() == "4c4d434b534c4f5401000000000000000504030201000000"
+    assert header[24:56] == SHARD
+    assert header[56:88] == DIGEST
+    assert header[88:] == bytes(424)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_own_header_is_accepted(kind: type) -> None:
+    read_header(kind(pack_header(SHARD, DIGEST, SIZE)), SHARD, DIGEST, SIZE)
+
+
+@pytest.mark.parametrize(
+    ("offset", "field"),
+    [
+        (0, "magic"),
+        (8, "format version"),
+        (12, "flags"),
+        (16, "payload bytes"),
+        (55, "shard id"),
+        (56, "digest"),
+    ],
+)
+def test_the_differing_field_is_named(offset: int, field: str) -> None:
+    header = bytearray(pack_header(SHARD, DIGEST, SIZE))
+    header[offset] ^= 0x80
+    with pytest.raises(RemoteProtocolError, match=f"slot header, {field}: expected .*, got "):
+        read_header(memoryview(header), SHARD, DIGEST, SIZE)
+
+
+def test_an_erased_or_short_header_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="magic"):
+        read_header(bytes(HEADER_BYTES), SHARD, DIGEST, SIZE)
+    with pytest.raises(RemoteProtocolError, match="expected 512 bytes, got 511"):
+        read_header(pack_header(SHARD, DIGEST, SIZE)[:-1], SHARD, DIGEST, SIZE)
+
+
+@given(bit=st.integers(0, 88 * 8 - 1), size=st.integers(0, (1 << 64) - 1))
+def test_any_flipped_bit_is_refused(bit: int, size: int) -> None:
+    header = bytearray(pack_header(SHARD, DIGEST, size))
+    header[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(RemoteProtocolError):
+        read_header(header, SHARD, DIGEST, size)
+
+
+@pytest.mark.parametrize(
+    ("shard", "digest", "size"),
+    [(SHARD[:-1], DIGEST, 1), (SHARD, DIGEST + b"x", 1), (SHARD, DIGEST, -1), (SHARD, b"", 1 << 64)],
+)
+def test_wrong_lengths_are_refused(shard: bytes, digest: bytes, size: int) -> None:
+    with pytest.raises(LocalProtocolError, match="slot header"):
+        pack_header(shard, digest, size)
+
+
+def test_offsets_match_the_documented_table() -> None:
+    header = pack_header(SHARD, DIGEST, SIZE)
+    assert struct.unpack_from("<8s", header, 0) == (b"LMCKSLOT",)
+    assert struct.unpack_from("<II", header, 8) == (1, 0)
+    assert struct.unpack_from("<Q", header, 16) == (SIZE,)

@@ -1,0 +1,549 @@
+"""The chunk store: two state machines and the situations that matter most, one by one."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lmcache_kernels.errors import ConfigError, LocalProtocolError
+from lmcache_kernels.transfer.store import NO_TICKET, ChunkStore
+
+SHARD, OTHER = b"s" * 32, b"o" * 32
+DIGESTS = [bytes([i]) * 32 for i in range(8)]
+UNIT = 512
+OWNERS = st.sampled_from([1, 2])
+SHARDS = st.sampled_from([SHARD, OTHER])
+REQUESTS = st.sampled_from(["r1", "r2", "r3"])
+CHOICES = st.lists(st.sampled_from(DIGESTS), max_size=6)
+PREFIXES = st.integers(0, len(DIGESTS)).map(lambda n: DIGESTS[:n])
+
+
+@dataclass(eq=False)
+class Entry:
+    key: tuple[bytes, bytes]
+    resident: bool = False
+    released: int = 0
+
+
+@dataclass
+class Model:
+    """Exact for slots of one size: everything is found by scanning."""
+
+    slots: int
+    ttl: float
+    listed: dict[tuple[bytes, bytes], Entry] = field(default_factory=dict)
+    unlisted: list[Entry] = field(default_factory=list)
+    leases: dict[str, tuple[float, list[Entry]]] = field(default_factory=dict)
+    writes: dict[int, tuple[int, float, list[Entry]]] = field(default_factory=dict)
+    reads: dict[int, tuple[int, list[Entry]]] = field(default_factory=dict)
+    clock: itertools.count = field(default_factory=itertools.count)
+
+    def held(self, entry: Entry) -> bool:
+        users = [entries for _, entries in (*self.leases.values(), *self.reads.values())]
+        return any(entry is other for entries in users for other in entries)
+
+    def idle(self) -> list[Entry]:
+        return [e for e in self.listed.values() if e.resident and not self.held(e)]
+
+    def taken(self) -> int:
+        return len(self.listed) + sum(map(self.held, self.unlisted))
+
+    def released(self, entries: list[Entry]) -> None:
+        for entry in reversed(entries):
+            entry.released = next(self.clock)
+
+    def tick(self, now: float) -> None:
+        for request, (deadline, _) in list(self.leases.items()):
+            if deadline <= now:
+                self.released(self.leases.pop(request)[1])
+        for ticket, (_, deadline, _) in list(self.writes.items()):
+            if deadline <= now:
+                self.discard(ticket)
+
+    def discard(self, ticket: int) -> None:
+        for entry in self.writes.pop(ticket)[2]:
+            del self.listed[entry.key]
+
+    def resident(self, key: tuple[bytes, bytes]) -> Entry | None:
+        entry = self.listed.get(key)
+        return entry if entry and entry.resident else None
+
+    def reserve(self, keys: list[tuple[bytes, bytes]]) -> tuple[list[int], list[Entry]]:
+        present = [e for key in keys if (e := self.resident(key))]
+        indices, staged = [], []
+        for index, key in enumerate(keys):
+            if key in self.listed:
+                continue
+            if self.taken() == self.slots:
+                idle = [e for e in self.idle() if e not in present]
+                if not idle:
+                    break
+                del self.listed[min(idle, key=lambda e: e.released).key]
+            self.listed[key] = Entry(key)
+            staged.append(self.listed[key])
+            indices.append(index)
+        self.released([e for e in present if not self.held(e)])
+        return indices, staged
+
+
+class ExactMachine(RuleBasedStateMachine):
+    """Every answer equals the model's; slots of one size, time jumps, two owners."""
+
+    SLOTS = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.store = ChunkStore(self.SLOTS * UNIT, write_ttl=10, lease_ttl=10)
+        self.model = Model(self.SLOTS, 10)
+
+    @rule(owner=OWNERS, shard=SHARDS, digests=st.one_of(CHOICES, PREFIXES))
+    def reserve(self, owner, shard, digests) -> None:
+        got = self.store.reserve(owner, shard, digests, UNIT, self.now)
+        indices, staged = self.model.reserve([(shard, d) for d in digests])
+        assert got.indices == indices
+        assert len(set(got.offsets)) == len(indices)
+        assert (got.ticket == NO_TICKET) == (not indices)
+        if indices:
+            self.model.writes[got.ticket] = (owner, self.now + 10, staged)
+
+    @rule(owner=OWNERS, data=st.data(), publish=st.booleans())
+    def end_write(self, owner, data, publish) -> None:
+        ticket = data.draw(st.sampled_from([0, 10**6, *self.model.writes]))
+        known = ticket in self.model.writes and self.model.writes[ticket][0] == owner
+        end = self.store.commit if publish else self.store.abort
+        assert end(owner, ticket, self.now) is known
+        if known and publish:
+            entries = self.model.writes.pop(ticket)[2]
+            for entry in entries:
+                entry.resident = True
+            self.model.released(entries)
+        elif known:
+            self.model.discard(ticket)
+
+    @rule(request=REQUESTS, shards=st.sampled_from([[SHARD], [OTHER], [SHARD, OTHER]]), d=PREFIXES)
+    def lookup(self, request, shards, d) -> None:
+        found: list[Entry] = []
+        for digest in d:
+            column = [self.model.resident((shard, digest)) for shard in shards]
+            if None in column:
+                break
+            found += column
+        assert self.store.lookup(request, shards, d, self.now) == len(found) // len(shards)
+        _, previous = self.model.leases.pop(request, (0, []))
+        if found:
+            self.model.leases[request] = (self.now + 10, found)
+        self.model.released([e for e in previous if not self.model.held(e)])
+
+    @rule(request=REQUESTS)
+    def end_session(self, request) -> None:
+        self.store.end_session(request)
+        _, entries = self.model.leases.pop(request, (0, []))
+        self.model.released([e for e in entries if not self.model.held(e)])
+
+    @rule(owner=OWNERS, shard=SHARDS, digests=st.one_of(CHOICES, PREFIXES))
+    def open_read(self, owner, shard, digests) -> None:
+        entries = [self.model.resident((shard, d)) for d in digests]
+        entries = list(itertools.takewhile(lambda e: e is not None, entries))
+        got = self.store.open_read(owner, shard, digests, self.now)
+        assert len(got.offsets) == len(entries)
+        assert (got.ticket == NO_TICKET) == (not entries)
+        if entries:
+            self.model.reads[got.ticket] = (owner, entries)
+
+    @rule(owner=OWNERS, data=st.data())
+    def close_read(self, owner, data) -> None:
+        ticket = data.draw(st.sampled_from([0, 10**6, *self.model.reads]))
+        if ticket not in self.model.reads or self.model.reads[ticket][0] != owner:
+            assert self.store.close_read(owner, ticket, [], self.now) is False
+            return
+        count = len(self.model.reads[ticket][1])
+        with pytest.raises(LocalProtocolError, match="damaged"):
+            self.store.close_read(owner, ticket, [count], self.now)
+        damaged = data.draw(st.lists(st.integers(0, count - 1), max_size=2))
+        assert self.store.close_read(owner, ticket, damaged, self.now) is True
+        _, entries = self.model.reads.pop(ticket)
+        for entry in {id(entries[i]): entries[i] for i in damaged}.values():
+            if self.model.listed.get(entry.key) is entry:
+                del self.model.listed[entry.key]
+                self.model.unlisted.append(entry)
+        self.model.released([e for e in entries if not self.model.held(e)])
+
+    @rule(owner=OWNERS)
+    def drop_owner(self, owner) -> None:
+        self.store.drop_owner(owner)
+        for ticket in [t for t, w in self.model.writes.items() if w[0] == owner]:
+            self.model.discard(ticket)
+        for ticket in [t for t, r in self.model.reads.items() if r[0] == owner]:
+            _, entries = self.model.reads.pop(ticket)
+            self.model.released([e for e in entries if not self.model.held(e)])
+
+    @rule()
+    def clear(self) -> None:
+        idle = self.model.idle()
+        assert self.store.clear(self.now) == len(idle)
+        for entry in idle:
+            del self.model.listed[entry.key]
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 5.0, 10.0, 1e6]))
+    def time_passes(self, seconds) -> None:
+        self.now += seconds
+        leases = {r: e for r, (d, e) in self.model.leases.items() if d <= self.now}
+        for request in leases:
+            del self.model.leases[request]
+        for entries in leases.values():
+            self.model.released([e for e in entries if not self.model.held(e)])
+        self.model.tick(self.now)
+        self.store.tick(self.now)
+
+    @invariant()
+    def numbers_agree(self) -> None:
+        stats = self.store.stats()
+        assert stats["used_bytes"] == self.model.taken() * UNIT
+        assert stats["resident"] == sum(e.resident for e in self.model.listed.values())
+        assert stats["idle"] == len(self.model.idle())
+        assert stats["writing"] == sum(not e.resident for e in self.model.listed.values())
+        assert stats["leases"] == len(self.model.leases)
+        assert stats["reads"] == len(self.model.reads)
+
+
+TestExactMachine = ExactMachine.TestCase
+TestExactMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+class MemoryMachine(RuleBasedStateMachine):
+    """Slots of several sizes over pretended memory: what is found was committed and is still there."""
+
+    CAPACITY = 16 * UNIT
+
+    @initialize(units=st.tuples(st.integers(1, 5), st.integers(1, 5)))
+    def start(self, units) -> None:
+        self.now = 0.0
+        self.store = ChunkStore(self.CAPACITY, write_ttl=10, lease_ttl=10)
+        self.size = {SHARD: units[0] * UNIT - 7, OTHER: units[1] * UNIT}
+        self.memory: dict[int, tuple[bytes, bytes]] = {}  # offset -> whose committed bytes
+        self.writes: dict[int, tuple[int, float, list]] = {}
+        self.reads: dict[int, tuple[int, list]] = {}
+        self.leases: dict[str, tuple[float, list]] = {}
+
+    def span(self, offset, key):
+        return offset, offset + self.size[key[0]]
+
+    def guarded(self) -> list[tuple[int, int]]:
+        pairs = [p for *_, p in (*self.writes.values(), *self.reads.values())]
+        return [self.span(offset, key) for items in pairs for offset, key in items]
+
+    @rule(owner=OWNERS, shard=SHARDS, digests=st.one_of(CHOICES, PREFIXES))
+    def reserve(self, owner, shard, digests) -> None:
+        got = self.store.reserve(owner, shard, digests, self.size[shard], self.now)
+        assert got.indices == sorted(set(got.indices))
+        pairs = [(o, (shard, digests[i])) for i, o in zip(got.indices, got.offsets, strict=True)]
+        leased = {key for _, keys in self.leases.values() for key in keys}
+        for offset, key in pairs:
+            low, high = self.span(offset, key)
+            assert 0 <= low
+            assert high <= self.CAPACITY
+            assert all(high <= a or b <= low for a, b in self.guarded())
+            assert key not in leased
+            for other in [o for o, k in self.memory.items() if low < self.span(o, k)[1] and o < high]:
+                assert self.memory.pop(other) not in leased
+            self.writes[got.ticket] = (owner, self.now + 10, [])
+        if pairs:
+            self.writes[got.ticket] = (owner, self.now + 10, pairs)
+            spans = sorted(self.guarded())
+            reading = [s for _, p in self.reads.values() for s in (self.span(*x) for x in p)]
+            for (_, end), (begin, _) in itertools.pairwise(sorted(set(spans) - set(reading))):
+                assert end <= begin
+
+    @precondition(lambda self: self.writes)
+    @rule(data=st.data(), publish=st.booleans())
+    def end_write(self, data, publish) -> None:
+        ticket = data.draw(st.sampled_from(sorted(self.writes)))
+        owner, _, pairs = self.writes.pop(ticket)
+        assert (self.store.commit if publish else self.store.abort)(owner, ticket, self.now)
+        if publish:
+            self.memory.update(pairs)
+
+    @rule(request=REQUESTS, shards=st.sampled_from([[SHARD], [OTHER, SHARD]]), digests=PREFIXES)
+    def lookup(self, request, shards, digests) -> None:
+        count = self.store.lookup(request, shards, digests, self.now)
+        keys = [(shard, digest) for digest in digests[:count] for shard in shards]
+        assert set(keys) <= set(self.memory.values())
+        self.leases[request] = (self.now + 10, keys)
+
+    @rule(request=REQUESTS)
+    def end_session(self, request) -> None:
+        self.store.end_session(request)
+        self.leases.pop(request, None)
+
+    @rule(owner=OWNERS, shard=SHARDS, digests=PREFIXES)
+    def open_read(self, owner, shard, digests) -> None:
+        got = self.store.open_read(owner, shard, digests, self.now)
+        pairs = [(o, (shard, d)) for o, d in zip(got.offsets, digests, strict=False)]
+        for offset, key in pairs:
+            assert self.memory.get(offset) == key
+        leased = {key for _, keys in self.leases.values() for key in keys}
+        held = list(itertools.takewhile(lambda d: (shard, d) in leased, digests))
+        assert len(got.offsets) >= len(held)
+        if pairs:
+            self.reads[got.ticket] = (owner, pairs)
+
+    @precondition(lambda self: self.reads)
+    @rule(data=st.data())
+    def close_read(self, data) -> None:
+        ticket = data.draw(st.sampled_from(sorted(self.reads)))
+        owner, pairs = self.reads.pop(ticket)
+        damaged = data.draw(st.sets(st.integers(0, len(pairs) - 1), max_size=1))
+        assert self.store.close_read(owner, ticket, damaged, self.now)
+        for offset, key in (pairs[i] for i in damaged):
+            if self.memory.get(offset) == key:
+                del self.memory[offset]
+            if key not in self.memory.values():
+                for _, keys in self.leases.values():
+                    keys[:] = [k for k in keys if k != key]
+
+    @rule(owner=OWNERS)
+    def drop_owner(self, owner) -> None:
+        self.store.drop_owner(owner)
+        self.writes = {t: w for t, w in self.writes.items() if w[0] != owner}
+        self.reads = {t: r for t, r in self.reads.items() if r[0] != owner}
+
+    @rule()
+    def clear(self) -> None:
+        self.store.clear(self.now)
+
+    @rule(seconds=st.sampled_from([0.0, 3.0, 10.0, 1e6]))
+    def time_passes(self, seconds) -> None:
+        self.now += seconds
+        late = {t: w for t, w in self.writes.items() if w[1] <= self.now}
+        for ticket, (owner, _, _) in late.items():
+            assert not self.store.commit(owner, ticket, self.now)
+            del self.writes[ticket]
+        self.leases = {r: lease for r, lease in self.leases.items() if lease[0] > self.now}
+
+
+TestMemoryMachine = MemoryMachine.TestCase
+TestMemoryMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+# --- one by one -----------------------------------------------------------------------------------
+
+
+def filled(count: int, slots: int | None = None, **options: float) -> ChunkStore:
+    """A store of ``slots`` slots with the first ``count`` digests committed."""
+    store = ChunkStore((slots or count) * UNIT, **options)
+    put(store, DIGESTS[:count])
+    return store
+
+
+def put(store: ChunkStore, digests: list[bytes], shard: bytes = SHARD, now: float = 0.0) -> int:
+    slots = store.reserve(1, shard, digests, UNIT, now)
+    assert not slots.indices or store.commit(1, slots.ticket, now)
+    return len(slots.indices)
+
+
+def present(store: ChunkStore, digests: list[bytes], now: float = 0.0) -> int:
+    count = store.lookup("probe", [SHARD], digests, now)
+    store.end_session("probe")
+    return count
+
+
+def test_a_chunk_is_invisible_until_committed() -> None:
+    store = ChunkStore(4 * UNIT)
+    slots = store.reserve(1, SHARD, DIGESTS[:2], UNIT, 0)
+    assert present(store, DIGESTS[:2]) == 0
+    assert store.open_read(1, SHARD, DIGESTS[:2], 0).offsets == []
+    assert store.commit(1, slots.ticket, 0)
+    assert present(store, DIGESTS[:2]) == 2
+
+
+def test_two_writers_of_the_same_chunks_make_one_copy() -> None:
+    store = ChunkStore(8 * UNIT)
+    first = store.reserve(1, SHARD, DIGESTS[:4], UNIT, 0)
+    second = store.reserve(2, SHARD, DIGESTS[:4], UNIT, 0)
+    assert (second.ticket, second.indices) == (NO_TICKET, [])
+    assert store.commit(1, first.ticket, 0)
+    assert store.reserve(2, SHARD, DIGESTS[:4], UNIT, 0).indices == []
+    assert store.stats()["used_bytes"] == 4 * UNIT
+
+
+def test_the_same_digest_twice_in_a_call_gets_one_slot() -> None:
+    store = ChunkStore(8 * UNIT)
+    assert store.reserve(1, SHARD, [DIGESTS[0]] * 3, UNIT, 0).indices == [0]
+
+
+def test_a_dropped_writer_publishes_nothing() -> None:
+    store = ChunkStore(4 * UNIT)
+    slots = store.reserve(1, SHARD, DIGESTS[:2], UNIT, 0)
+    store.drop_owner(1)
+    assert present(store, DIGESTS[:2]) == 0
+    assert not store.commit(1, slots.ticket, 0)
+    assert present(store, DIGESTS[:2]) == 0
+    assert store.stats()["used_bytes"] == 0
+    assert store.counters.discarded == 2
+
+
+def test_an_expired_writer_is_taken_over_and_cannot_publish() -> None:
+    store = ChunkStore(4 * UNIT, write_ttl=600)
+    late = store.reserve(1, SHARD, DIGESTS[:2], UNIT, 0)
+    assert store.reserve(2, SHARD, DIGESTS[:2], UNIT, 599.9).indices == []
+    fresh = store.reserve(2, SHARD, DIGESTS[:2], UNIT, 600)
+    assert fresh.indices == [0, 1]
+    assert not store.commit(1, late.ticket, 600)
+    assert present(store, DIGESTS[:2], 600) == 0
+    assert store.commit(2, fresh.ticket, 601)
+    assert present(store, DIGESTS[:2], 601) == 2
+
+
+def test_a_ticket_is_its_owners() -> None:
+    store = filled(2, 4)
+    write = store.reserve(1, SHARD, DIGESTS[2:4], UNIT, 0)
+    assert not store.commit(2, write.ticket, 0)
+    assert not store.abort(2, write.ticket, 0)
+    assert store.commit(1, write.ticket, 0)
+    assert not store.commit(1, write.ticket, 0)
+    read = store.open_read(1, SHARD, DIGESTS[:1], 0)
+    assert not store.close_read(2, read.ticket, [0], 0)
+    assert store.close_read(1, read.ticket, [], 0)
+    assert not store.close_read(1, read.ticket, [0], 0)
+    assert present(store, DIGESTS[:4]) == 4
+
+
+def test_a_full_idle_store_makes_room_on_demand() -> None:
+    store = filled(8)
+    new = [bytes([100 + i]) * 32 for i in range(4)]
+    assert put(store, new) == 4
+    assert present(store, new) == 4
+    assert present(store, DIGESTS) == 4, "the end of the old prefix goes first"
+    assert store.stats()["evicted"] == 4
+
+
+def test_only_leased_chunks_left_is_answered_with_how_many_fit() -> None:
+    store = filled(6, 8)
+    assert store.lookup("r", [SHARD], DIGESTS[:6], 0) == 6
+    new = [bytes([100 + i]) * 32 for i in range(4)]
+    assert store.reserve(1, SHARD, new, UNIT, 0).indices == [0, 1]
+    assert store.reserve(1, SHARD, new, UNIT, 0).indices == []
+    assert present(store, DIGESTS[:6]) == 6
+
+
+def test_the_tail_of_a_prefix_never_evicts_its_head() -> None:
+    store = filled(4)
+    assert put(store, DIGESTS[:6]) == 0
+    assert present(store, DIGESTS[:6]) == 4
+
+
+def test_lookup_stops_where_any_shard_lacks_a_chunk() -> None:
+    store = ChunkStore(16 * UNIT)
+    put(store, DIGESTS[:4])
+    put(store, [DIGESTS[0], DIGESTS[2]], OTHER)
+    assert store.lookup("r", [SHARD, OTHER], DIGESTS[:4], 0) == 1
+    assert store.stats()["idle"] == 4, "only what was reported is leased"
+    with pytest.raises(LocalProtocolError, match="at least one shard"):
+        store.lookup("r", [], DIGESTS, 0)
+
+
+def test_ending_a_session_twice_leaves_the_leases_of_others() -> None:
+    store = filled(2)
+    store.lookup("a", [SHARD], DIGESTS[:2], 0)
+    store.lookup("b", [SHARD], DIGESTS[:2], 0)
+    for _ in range(3):
+        store.end_session("a")
+    assert put(store, DIGESTS[4:6]) == 0
+    store.end_session("b")
+    assert put(store, DIGESTS[4:6]) == 2
+
+
+def test_a_second_lookup_replaces_the_first_and_renews_the_lease() -> None:
+    store = filled(3, lease_ttl=300)
+    store.lookup("a", [SHARD], DIGESTS[:3], 0)
+    store.lookup("a", [SHARD], DIGESTS[:1], 200)
+    assert store.stats()["idle"] == 2
+    store.tick(499)
+    assert store.stats()["leases"] == 1
+    store.tick(500)
+    assert store.stats() | {"leases": 0, "idle": 3} == store.stats()
+
+
+def test_prefixes_in_use_outlive_those_that_are_not() -> None:
+    store = ChunkStore(4 * UNIT)
+    put(store, DIGESTS[:2])
+    put(store, DIGESTS[4:6])
+    assert present(store, DIGESTS[:2]) == 2
+    assert put(store, [DIGESTS[7]]) == 1
+    assert present(store, DIGESTS[:2]) == 2
+    assert present(store, DIGESTS[4:6]) == 1
+
+
+def test_damaged_chunks_vanish_at_once_and_free_their_slot_with_the_last_reader() -> None:
+    store = filled(2)
+    first = store.open_read(1, SHARD, DIGESTS[:2], 0)
+    second = store.open_read(2, SHARD, DIGESTS[:2], 0)
+    assert store.close_read(1, first.ticket, [0, 0], 0)
+    assert present(store, DIGESTS[:2]) == 0
+    assert put(store, DIGESTS[:1]) == 0, "somebody still reads the slot"
+    assert store.close_read(2, second.ticket, [0], 0)
+    assert put(store, DIGESTS[:1]) == 1
+    assert present(store, DIGESTS[:2]) == 2
+    assert store.counters.damaged == 1
+
+
+def test_a_chunk_stored_anew_is_not_hurt_by_a_report_on_its_predecessor() -> None:
+    store = filled(1, 2)
+    first = store.open_read(1, SHARD, DIGESTS[:1], 0)
+    second = store.open_read(2, SHARD, DIGESTS[:1], 0)
+    store.close_read(1, first.ticket, [0], 0)
+    assert put(store, DIGESTS[:1]) == 1
+    store.close_read(2, second.ticket, [0], 0)
+    assert present(store, DIGESTS[:1]) == 1
+    assert store.stats()["used_bytes"] == UNIT
+
+
+def test_clear_keeps_what_is_leased_read_or_written() -> None:
+    store = filled(4, 8)
+    store.lookup("r", [SHARD], DIGESTS[:1], 0)
+    read = store.open_read(1, SHARD, DIGESTS[1:2], 0)
+    write = store.reserve(1, SHARD, DIGESTS[4:5], UNIT, 0)
+    assert store.clear(0) == 2
+    assert store.commit(1, write.ticket, 0)
+    assert store.close_read(1, read.ticket, [], 0)
+    assert present(store, DIGESTS[:3]) == 2
+    assert store.counters.cleared == 2
+
+
+def test_reads_of_a_dropped_owner_end() -> None:
+    store = filled(2)
+    read = store.open_read(1, SHARD, DIGESTS[:2], 0)
+    assert store.clear(0) == 0
+    store.drop_owner(1)
+    assert not store.close_read(1, read.ticket, [], 0)
+    assert store.clear(0) == 2
+
+
+def test_counters() -> None:
+    store = filled(3, 4)
+    store.lookup("r", [SHARD], DIGESTS[:5], 0)
+    read = store.open_read(1, SHARD, DIGESTS[:2], 0)
+    store.close_read(1, read.ticket, [1], 0)
+    stats = store.stats()
+    expected = {"lookups": 1, "asked": 5, "hit": 3, "stored": 3, "read": 2, "damaged": 1}
+    assert expected.items() <= stats.items()
+    assert (stats["resident"], stats["capacity_bytes"]) == (2, 4 * UNIT)
+
+
+def test_fits_is_about_the_empty_store() -> None:
+    store = filled(2)
+    assert store.fits(2 * UNIT)
+    assert not store.fits(2 * UNIT + 1)
+
+
+@pytest.mark.parametrize("options", [{"write_ttl": 0}, {"lease_ttl": -1}, {"lease_ttl": "nan"}])
+def test_impossible_times_are_refused(options: dict) -> None:
+    values = {name: float(value) for name, value in options.items()}
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        ChunkStore(UNIT, **values)

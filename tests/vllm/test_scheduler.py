@@ -1,0 +1,370 @@
+"""The scheduler's half, hook by hook, with a cache that answers when the test says so."""
+
+from __future__ import annotations
+
+import pytest
+from enginekit import Request, ScriptedPort, step_output
+
+from lmcache_kernels.adapters.vllm.config import ConnectorConfig
+from lmcache_kernels.adapters.vllm.jobs import StepReport
+from lmcache_kernels.adapters.vllm.scheduler import SchedulerSide
+from lmcache_kernels.adapters.vllm.tracker import GroupShape
+from lmcache_kernels.errors import PeerGone, TransferTimeout
+from lmcache_kernels.transfer.messages import EndSession, Lookup
+from lmcache_kernels.transfer.moves import ABSENT
+
+CHUNK = 64
+BLOCK = 16
+ONE_GROUP = (GroupShape(BLOCK),)
+
+
+@pytest.fixture
+def port():
+    return ScriptedPort()
+
+
+def make(port, *, groups=ONE_GROUP, workers=1, **settings):
+    side = SchedulerSide(
+        ConnectorConfig(chunk_size=CHUNK, **settings),
+        port,
+        model="m",
+        kv_dtype="bfloat16",
+        groups=groups,
+        workers=workers,
+    )
+    side.shards = [b"s" * 32]
+    return side
+
+
+def ask(side, port, request, chunks, local=0):
+    """The engine asks until it is answered; the server holds ``chunks``."""
+    assert side.matched_tokens(request, local) == (None, False)
+    port.answer(chunks)
+    return side.matched_tokens(request, local)
+
+
+def blocks_for(tokens, first=100):
+    return (list(range(first, first + -(-tokens // BLOCK))),)
+
+
+def over(*jobs, failed=()):
+    return StepReport(dict.fromkeys(jobs, 1), set(failed))
+
+
+def test_a_lookup_is_sent_once_and_polled_without_blocking(port):
+    side = make(port)
+    request = Request("a", list(range(300)))
+    for _ in range(5):
+        assert side.matched_tokens(request, 0) == (None, False)
+    (lookup,) = port.of(Lookup)
+    assert len(lookup.digests) == 32 * (300 // CHUNK)
+    port.answer(3)
+    assert side.matched_tokens(request, 0) == (3 * CHUNK, True)
+    # The local hit may shrink between calls; every answer is counted against the one given.
+    assert side.matched_tokens(request, 128) == (3 * CHUNK - 128, True)
+    assert side.matched_tokens(request, 32) == (3 * CHUNK - 32, True)
+    assert len(port.of(Lookup)) == 1
+
+
+@pytest.mark.parametrize("error", [PeerGone("gone"), TransferTimeout("slow")])
+def test_a_lookup_that_fails_is_a_miss_for_good(port, error):
+    side = make(port)
+    request = Request("a", list(range(300)))
+    assert side.matched_tokens(request, 0) == (None, False)
+    port.fail(error)
+    for _ in range(3):
+        assert side.matched_tokens(request, 0) == (0, False)
+    assert len(port.of(Lookup)) == 1
+
+
+def test_the_lookup_deadline_is_short(port):
+    side = make(port)
+    side.matched_tokens(Request("a", list(range(300))), 0)
+    assert port.sent[0][1] == 0.5
+
+
+@pytest.mark.parametrize("local", [0, 512])
+@pytest.mark.parametrize("load_async", [True, False])
+def test_fault_c07_a_full_hit_leaves_a_token_to_compute(port, local, load_async):
+    """A prompt that is stored whole: something must be left to sample from."""
+    side = make(port, load_async=load_async)
+    request = Request("a", list(range(1024)))
+    external, is_async = ask(side, port, request, 1024 // CHUNK, local)
+    assert external + local == 1023
+    assert is_async is load_async
+    side.allocated("a", blocks_for(1024), external)
+    (load,) = side.build_step(step_output()).loads
+    assert len(load.digests) == 1024 // CHUNK - local // CHUNK
+
+
+def test_a_full_hit_on_several_groups_stays_on_a_block_boundary(port):
+    side = make(port, groups=(GroupShape(16), GroupShape(32, windowed=True)))
+    request = Request("a", list(range(128)))
+    assert ask(side, port, request, 2) == (96, True)
+
+
+def test_less_stored_than_found_locally_loads_nothing_and_lets_go(port):
+    side = make(port)
+    request = Request("a", list(range(300)))
+    assert ask(side, port, request, 2, local=128) == (0, False)
+    side.allocated("a", blocks_for(300), 0)
+    assert [message.request for message in port.of(EndSession)] == ["a"]
+    side.finished("a")
+    assert len(port.of(EndSession)) == 1
+
+
+def test_a_load_names_the_chunks_and_blocks_and_spares_local_ones(port):
+    side = make(port)
+    request = Request("a", list(range(300)))
+    local = CHUNK + BLOCK
+    external, _ = ask(side, port, request, 4, local=local)
+    assert external == 4 * CHUNK - local
+    side.allocated("a", blocks_for(4 * CHUNK), external)
+    (load,) = side.build_step(step_output()).loads
+    per_chunk = CHUNK // BLOCK
+    assert load.block_ids == [list(range(100 + per_chunk, 100 + 4 * per_chunk))]
+    assert load.skip_tokens == BLOCK
+    assert len(load.digests) == 3
+    assert side.build_step(step_output()).loads == []
+
+
+def test_blocks_outside_the_window_are_absent_in_a_load_and_keep_a_chunk_from_being_stored(port):
+    side = make(port, groups=(GroupShape(BLOCK), GroupShape(BLOCK, windowed=True)))
+    request = Request("a", list(range(200)))
+    external, is_async = ask(side, port, request, 2)
+    assert is_async  # also when configured otherwise: several groups cannot load inside a step
+    full, windowed = list(range(1, 13)), [0, 0, 0, 0, 0, 0, 23, 24, 25, 26, 27, 28]
+    side.allocated("a", (full[:8], windowed[:8]), external)
+    (load,) = side.build_step(step_output()).loads
+    assert load.block_ids == [full[:8], [ABSENT] * 6 + [23, 24]]
+    side.report(over(load.job_id))
+    side.allocated("a", (full, windowed), 0)
+    step = side.build_step(step_output(new=[("a", (full, windowed), 128, 72)]))
+    (store,) = step.stores
+    assert store.block_ids == [full[8:12], windowed[8:12]]
+
+
+def test_block_zero_is_an_ordinary_block_without_a_window(port):
+    side = make(port)
+    request = Request("a", list(range(70)))
+    assert ask(side, port, request, 0) == (0, False)
+    ids = ([0, 4, 5, 6, 7],)
+    side.allocated("a", ids, 0)
+    (store,) = side.build_step(step_output(new=[("a", ids, 0, 70)])).stores
+    assert store.block_ids == [[0, 4, 5, 6]]
+
+
+def test_fault_c11_chunked_prefill_stores_every_chunk_once_whatever_order_they_end_in(port):
+    """Several stores of one request are in flight; none replaces another."""
+    side = make(port)
+    request = Request("a", list(range(4 * CHUNK + 5)))
+    assert ask(side, port, request, 0) == (0, False)
+    table = blocks_for(4 * CHUNK + 5)
+    side.allocated("a", (table[0][:4],), 0)
+    stores = side.build_step(step_output(new=[("a", (table[0][:4],), 0, CHUNK)])).stores
+    for chunk in range(1, 4):
+        more = (table[0][4 * chunk : 4 * chunk + 4],)
+        stores += side.build_step(
+            step_output(cached=[("a", more, chunk * CHUNK, CHUNK, False)])
+        ).stores
+    stores += side.build_step(
+        step_output(cached=[("a", (table[0][16:],), 4 * CHUNK, 5, False)])
+    ).stores
+    assert len(stores) == 4
+    assert [ids for store in stores for ids in store.block_ids[0]] == table[0][:16]
+    assert len({digest for store in stores for digest in store.digests}) == 4
+    side.finished("a")
+    for left, job in zip((3, 2, 1, 0), (stores[3], stores[1], stores[0], stores[2]), strict=True):
+        assert side.has_running_jobs
+        side.report(over(job.job_id))
+        assert side.has_running_jobs is (left > 0)
+
+
+def test_tokens_behind_the_last_whole_prompt_chunk_are_not_stored(port):
+    """Fault a12: a block list with a tail that is no whole chunk is nothing special."""
+    side = make(port)
+    request = Request("a", list(range(2 * CHUNK + 40)))
+    assert ask(side, port, request, 0) == (0, False)
+    table = blocks_for(3 * CHUNK)
+    side.allocated("a", table, 0)
+    (store,) = side.build_step(step_output(new=[("a", table, 0, 2 * CHUNK + 40)])).stores
+    assert len(store.digests) == 2
+    request.all_token_ids += range(500, 600)
+    decode = step_output(cached=[("a", None, 2 * CHUNK + 40, 1, False)])
+    assert side.build_step(decode).stores == []
+
+
+def test_a_prompt_shorter_than_a_chunk_asks_nobody(port):
+    side = make(port)
+    assert side.matched_tokens(Request("a", list(range(CHUNK - 1))), 0) == (0, False)
+    side.allocated("a", blocks_for(CHUNK - 1), 0)
+    assert side.build_step(step_output(new=[("a", blocks_for(63), 0, 63)])).stores == []
+    side.finished("a")
+    assert port.sent == []
+
+
+def test_reused_blocks_fence_the_store_that_reads_them(port):
+    side = make(port)
+    first = Request("a", list(range(CHUNK)))
+    ask(side, port, first, 0)
+    side.allocated("a", blocks_for(CHUNK), 0)
+    (store,) = side.build_step(step_output(new=[("a", blocks_for(CHUNK), 0, CHUNK)])).stores
+    side.finished("a")  # its blocks are free while the store still reads them
+    second = Request("b", list(range(1000, 1000 + CHUNK)))
+    ask(side, port, second, 0)
+    side.allocated("b", ([*blocks_for(CHUNK)[0][2:], 7, 8],), 0)
+    step = side.build_step(step_output(new=[("b", ([*blocks_for(CHUNK)[0][2:], 7, 8],), 0, 10)]))
+    assert step.fence == [store.job_id]
+    third = Request("c", list(range(2000, 2000 + CHUNK)))
+    ask(side, port, third, 0)
+    side.allocated("c", ([1, 2, 3, 4],), 0)
+    assert side.build_step(step_output(new=[("c", ([1, 2, 3, 4],), 0, 10)])).fence == []
+    growing = step_output(cached=[("c", ([100],), 10, 20, False)])
+    assert side.build_step(growing).fence == [store.job_id]
+    side.report(over(store.job_id))
+    assert side.build_step(step_output(cached=[("c", ([101],), 30, 16, False)])).fence == []
+
+
+def test_blocks_shared_through_the_engines_own_cache_fence_nothing(port):
+    side = make(port)
+    first = Request("a", list(range(2 * CHUNK)))
+    ask(side, port, first, 0)
+    side.allocated("a", blocks_for(2 * CHUNK), 0)
+    side.build_step(step_output(new=[("a", blocks_for(2 * CHUNK), 0, 2 * CHUNK)]))
+    second = Request("b", list(range(2 * CHUNK + 10)))
+    ask(side, port, second, 0, local=2 * CHUNK)
+    shared = ([*blocks_for(2 * CHUNK)[0], 500],)
+    side.allocated("b", shared, 0)
+    assert side.build_step(step_output(new=[("b", shared, 2 * CHUNK, 10)])).fence == []
+
+
+def test_a_preempted_request_fences_its_stores_waits_for_them_and_looks_again(port):
+    side = make(port)
+    request = Request("a", list(range(2 * CHUNK)))
+    ask(side, port, request, 0)
+    side.allocated("a", blocks_for(2 * CHUNK), 0)
+    (store,) = side.build_step(step_output(new=[("a", blocks_for(128), 0, CHUNK)])).stores
+    assert side.build_step(step_output(preempted=["a"])).fence == [store.job_id]
+    request.preempt()
+    assert side.matched_tokens(request, 0) == (None, False)
+    assert len(port.of(Lookup)) == 1
+    side.report(over(store.job_id))
+    assert ask(side, port, request, 1) == (CHUNK, True)
+    assert len(port.of(Lookup)) == 2
+
+
+def test_what_follows_a_load_is_stored_only_when_every_worker_loaded_well(port):
+    """A step computed on top of a failed load is wrong, on every rank."""
+    side = make(port, load_async=False, workers=2)
+    request = Request("a", list(range(3 * CHUNK)))
+    external, is_async = ask(side, port, request, 1)
+    assert (external, is_async) == (CHUNK, False)
+    table = blocks_for(3 * CHUNK)
+    side.allocated("a", table, external)
+    step = side.build_step(step_output(new=[("a", table, CHUNK, CHUNK)]))
+    assert step.loads[0].synchronous
+    assert step.stores == []
+    side.report(over(step.loads[0].job_id))
+    halfway = side.build_step(step_output(cached=[("a", None, 2 * CHUNK, CHUNK, False)]))
+    assert halfway.stores == []
+    side.report(over(step.loads[0].job_id))
+    (store,) = side.build_step(step_output(cached=[("a", None, 3 * CHUNK, 1, False)])).stores
+    assert len(store.digests) == 2
+
+
+def test_fault_c01_after_a_failed_load_nothing_is_promised_and_all_is_offered_again(port):
+    """The engine recomputes; a promise repeated would fail the same way for ever."""
+    side = make(port, workers=2)
+    request = Request("a", list(range(3 * CHUNK)))
+    external, _ = ask(side, port, request, 2)
+    table = blocks_for(3 * CHUNK)
+    side.allocated("a", (table[0][:8],), external)
+    (load,) = side.build_step(step_output()).loads
+    side.report(over(load.job_id, failed=[load.job_id]))
+    side.report(over(load.job_id))
+    assert side.matched_tokens(request, 0) == (0, False)
+    assert side.matched_tokens(request, 0) == (0, False)
+    side.allocated("a", table, 0)
+    (store,) = side.build_step(step_output(new=[("a", table, 0, 3 * CHUNK)])).stores
+    assert len(store.digests) == 3
+    assert [m.request for m in port.of(EndSession)] == ["a"]
+
+
+def test_an_abort_while_loading_leaves_the_load_to_end_by_itself(port):
+    side = make(port)
+    request = Request("a", list(range(2 * CHUNK)))
+    external, _ = ask(side, port, request, 1)
+    side.allocated("a", blocks_for(2 * CHUNK), external)
+    side.finished("a")
+    (load,) = side.build_step(step_output()).loads
+    assert side.has_running_jobs
+    side.report(over(load.job_id))
+    assert not side.has_running_jobs
+
+
+def test_a_report_of_a_load_from_before_a_preemption_changes_nothing(port):
+    side = make(port, load_async=False)
+    request = Request("a", list(range(2 * CHUNK)))
+    external, _ = ask(side, port, request, 1)
+    side.allocated("a", blocks_for(2 * CHUNK), external)
+    (old,) = side.build_step(step_output(new=[("a", blocks_for(128), CHUNK, 10)])).loads
+    side.build_step(step_output(preempted=["a"]))
+    request.preempt()
+    external, _ = ask(side, port, request, 1)
+    side.allocated("a", blocks_for(2 * CHUNK), external)
+    step = side.build_step(step_output(new=[("a", blocks_for(128), CHUNK, 2 * CHUNK)]))
+    ended = len(port.of(EndSession))
+    side.report(over(old.job_id, failed=[old.job_id]))
+    assert len(port.of(EndSession)) == ended
+    assert side.build_step(step_output(cached=[("a", None, 128, 1, False)])).stores == []
+    side.report(over(step.loads[0].job_id))
+    assert len(side.build_step(step_output(cached=[("a", None, 129, 1, False)])).stores) == 1
+
+
+def test_without_a_server_nothing_is_asked_or_stored(port):
+    side = make(port)
+    port.incarnation = None
+    request = Request("a", list(range(2 * CHUNK)))
+    assert side.matched_tokens(request, 0) == (None, False)
+    port.fail(PeerGone("no server"))
+    assert side.matched_tokens(request, 0) == (0, False)
+    side.allocated("a", blocks_for(2 * CHUNK), 0)
+    assert side.build_step(step_output(new=[("a", blocks_for(128), 0, 128)])).stores == []
+    assert not side.has_running_jobs
+
+
+def test_before_the_workers_said_what_they_hold_nothing_is_asked(port):
+    side = make(port)
+    side.shards = []
+    assert side.matched_tokens(Request("a", list(range(300))), 0) == (0, False)
+
+
+def test_prompt_embeddings_are_left_alone(port):
+    side = make(port)
+    request = Request("a", list(range(300)), prompt_embeds=object())
+    assert side.matched_tokens(request, 0) == (0, False)
+    side.allocated("a", blocks_for(300), 0)
+    assert side.build_step(step_output(new=[("a", blocks_for(300), 0, 300)])).stores == []
+    side.finished("a")
+    assert port.sent == []
+
+
+def test_salts_and_adapters_never_share(port):
+    side = make(port)
+    tokens = list(range(CHUNK))
+    adapter = type("Adapter", (), {"lora_name": "x", "lora_path": "/x"})()
+    for name, extra in (("a", {}), ("b", {"cache_salt": "s"}), ("c", {"lora_request": adapter})):
+        side.matched_tokens(Request(name, tokens, **extra), 0)
+    assert len({lookup.digests for lookup in port.of(Lookup)}) == 3
+
+
+def test_unknown_requests_are_tolerated(port):
+    side = make(port)
+    side.finished("never seen")
+    side.allocated("never seen", ([1],), 3)
+    side.report(over(99, failed=[98]))
+    output = step_output(
+        new=[("x", ([1],), 0, 5)], cached=[("y", None, 0, 1, False)], preempted=["z"]
+    )
+    step = side.build_step(output)
+    assert (step.loads, step.stores, step.fence) == ([], [], [])

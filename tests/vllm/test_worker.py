@@ -1,0 +1,174 @@
+"""A worker's half against a real cache in this process, on a small CPU cache."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+import torch
+from cachekit import BY_NAME, make_cache, oracle_chunk, untouched_outside
+
+from lmcache_kernels.adapters.vllm.jobs import LoadJob, StepJobs, StoreJob
+from lmcache_kernels.adapters.vllm.worker import WorkerSide
+from lmcache_kernels.transfer.context import EngineDrivenContext
+from lmcache_kernels.transfer.embedded import EmbeddedCache
+from lmcache_kernels.transfer.keys import shard_id
+from lmcache_kernels.transfer.messages import Clear, Register
+from lmcache_kernels.views import group_of
+
+CHUNK = 8  # two blocks of four tokens
+
+
+@pytest.fixture
+def cache():
+    with EmbeddedCache(1 << 20, chunk_tokens=CHUNK) as running:
+        yield running
+
+
+@pytest.fixture
+def pages():
+    made = make_cache(BY_NAME["kv_first_nhd"], blocks=24)
+    made.fill_random(1)
+    return made
+
+
+@pytest.fixture
+def make(cache, pages):
+    contexts = []
+
+    def build(*, writer=True):
+        context = EngineDrivenContext(
+            [group_of(pages.tensors, pages.axes)],
+            chunk_tokens=CHUNK,
+            shard=lambda layout: shard_id(layout.fingerprint, index=0, count=1),
+            instance=secrets.randbits(63),
+            port=cache,
+        )
+        contexts.append(context)
+        return WorkerSide(context, writer=writer)
+
+    yield build
+    for context in contexts:
+        context.close()
+
+
+def names(count):
+    return [secrets.token_bytes(32) for _ in range(count)]
+
+
+def stores(*jobs):
+    return StepJobs(stores=[StoreJob(*job) for job in jobs])
+
+
+def loads(*jobs, synchronous=False):
+    return StepJobs(loads=[LoadJob(*job, synchronous) for job in jobs])
+
+
+def test_a_stored_chunk_comes_back_and_both_jobs_are_reported_once(make, pages):
+    worker = make()
+    digests = names(2)
+    worker.start_stores(stores((1, digests, [[0, 1, 2, 3]])))
+    assert worker.poll() == (set(), set())
+    assert worker.take_report().over == {1: 1}
+    worker.start_loads(loads((2, "a", digests, [[8, 9, 10, 11]], 0)))
+    assert worker.poll() == ({"a"}, set())
+    assert worker.poll() == (set(), set())
+    report = worker.take_report()
+    assert (report.over, report.failed) == ({2: 1}, set())
+    assert not worker.take_report()
+    assert worker.take_bad_blocks() == set()
+    assert torch.equal(oracle_chunk(pages, [8, 9, 10, 11]), oracle_chunk(pages, [0, 1, 2, 3]))
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_fault_c01_a_load_that_ends_early_names_the_blocks_from_there_on(make, pages, synchronous):
+    """Chunk 2 of 4 is missing: its blocks and all later ones are bad, and they are named in the
+    pass that says the load is over, once."""
+    worker = make()
+    digests = names(4)
+    worker.start_stores(stores((1, digests[:2], [[0, 1, 2, 3]])))
+    worker.poll()
+    worker.take_report()
+    to = [8, 9, 10, 11, 12, 13, 14, 15]
+    before = pages.snapshot()
+    worker.start_loads(loads((2, "a", digests, [to], 0), synchronous=synchronous))
+    expected = (set(), set()) if synchronous else ({"a"}, {"a"})
+    assert worker.poll() == expected
+    assert worker.take_bad_blocks() == {12, 13, 14, 15}
+    assert worker.take_bad_blocks() == set()
+    report = worker.take_report()
+    assert (report.over, report.failed) == ({2: 1}, {2})
+    assert untouched_outside(pages, before, to[:4])
+
+
+def test_fault_c01_every_way_to_fail_flags_every_block_it_should_have_filled(make, cache, pages):
+    """Nothing stored, a server that lost the worker, a closed cache, ids that cannot be."""
+    worker = make()
+    bad = {"nothing stored": {6, 7}, "closed": {6, 7}}
+    for number, (what, blocks) in enumerate(bad.items()):
+        if what == "closed":
+            cache.close()
+        worker.start_loads(loads((number, what, names(1), [[6, 7]], 0)))
+        assert worker.poll() == ({what}, {what})
+        assert worker.take_bad_blocks() == blocks
+        assert worker.take_report().failed == {number}
+    worker.start_loads(loads((9, "no such block", names(1), [[6, 99]], 0)))
+    assert worker.poll() == ({"no such block"}, {"no such block"})
+    assert worker.take_bad_blocks() == {6, 99}
+
+
+def test_blocks_that_were_skipped_or_absent_are_never_bad(make):
+    worker = make()
+    worker.start_loads(loads((1, "a", names(2), [[4, 5, -1, 7]], 5)))
+    worker.poll()
+    assert worker.take_bad_blocks() == {5, 7}
+
+
+def test_a_load_without_chunks_has_failed(make):
+    worker = make()
+    worker.start_loads(loads((1, "a", [], [[4, 5]], 0)))
+    assert worker.poll() == ({"a"}, {"a"})
+    assert worker.take_bad_blocks() == {4, 5}
+
+
+def test_a_rank_that_holds_copies_reports_stores_and_writes_nothing(make, cache, pages):
+    digests = names(1)
+    reader = make(writer=False)
+    reader.start_stores(stores((1, digests, [[0, 1]])))
+    assert reader.take_report().over == {1: 1}
+    reader.start_loads(loads((2, "a", digests, [[4, 5]], 0)))
+    assert reader.poll() == ({"a"}, {"a"})
+    make().start_stores(stores((3, digests, [[0, 1]])))
+    reader.start_loads(loads((4, "a", digests, [[4, 5]], 0)))
+    assert reader.poll() == ({"a"}, set())
+
+
+def test_a_store_that_cannot_be_is_over_at_once(make):
+    worker = make()
+    worker.start_stores(stores((1, names(1), [[0, 99]])))
+    worker.poll()
+    assert worker.take_report().over == {1: 1}
+
+
+def test_a_store_of_what_is_there_or_does_not_fit_is_over_and_harmless(make, cache, pages):
+    worker = make()
+    digests = names(1)
+    for job in (1, 2):
+        worker.start_stores(stores((job, digests, [[0, 1]])))
+    worker.poll()
+    assert worker.take_report().over == {1: 1, 2: 1}
+    cache.request(Clear(), 1.0).result()
+    worker.start_loads(loads((3, "a", digests, [[4, 5]], 0)))
+    assert worker.poll() == ({"a"}, {"a"})
+
+
+def test_a_worker_the_server_forgot_registers_again(make, cache, pages):
+    worker = make()
+    digests = names(1)
+    worker.start_stores(stores((1, digests, [[0, 1]])))
+    instance = worker._context._instance
+    shard = worker._context.shard
+    cache.request(Register(instance=instance, shard=shard, chunk_bytes=1), 1.0).result()
+    worker.fence(StepJobs(fence=[1, 77]))
+    worker.close()
+    worker.close()

@@ -1,0 +1,244 @@
+"""One region of host memory that several processes map: a file in /dev/shm. Linux only.
+
+Its owner holds an exclusive ``flock`` on the file as long as it lives. The kernel drops the lock
+with the process however that ends, so a segment whose lock is free belongs to nobody: no process
+ids are compared, and a reused one cannot be mistaken. Pages are allocated for real before the first
+use, so that a /dev/shm that is too small is an error here and never a SIGBUS later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import re
+import secrets
+import stat
+import weakref
+from pathlib import Path
+
+from lmcache_kernels.errors import (
+    CapacityError,
+    Closed,
+    ConfigError,
+    LayoutError,
+    PeerGone,
+    RemoteProtocolError,
+)
+
+logger = logging.getLogger(__name__)
+
+SHM_DIRECTORY = Path("/dev/shm")
+NAME_PATTERN = re.compile(r"lmcache_kernels_[0-9a-f]{32}")
+
+_CREATE_ATTEMPTS = 16  # each lost only if a sweeper strikes between two adjacent system calls
+_RESERVE_STEP = 1 << 30  # bytes; a signal that interrupts the reservation costs one step
+
+
+class Arena:
+    """A mapped region; made by :meth:`create` or :meth:`attach`.
+
+    Attributes:
+        name: of the file in its directory.
+        nbytes: size.
+        address: where the region begins in this process.
+    """
+
+    def __init__(self, path: Path, nbytes: int, descriptor: int, *, owner: bool) -> None:
+        """Takes over ``descriptor``."""
+        self.name = path.name
+        self.nbytes = nbytes
+        try:
+            self._memory: mmap.mmap | None = mmap.mmap(descriptor, nbytes)
+        except OSError as error:
+            raise CapacityError(f"arena {path.name}: cannot map {nbytes} bytes: {error}") from error
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        # Runs once: by close, by the garbage collector or, for an owner, when the interpreter exits.
+        self._let_go = weakref.finalize(
+            self, _let_go, self._memory, descriptor, path if owner else None, os.getpid()
+        )
+        self._let_go.atexit = owner
+
+    @classmethod
+    def create(cls, nbytes: int, directory: Path = SHM_DIRECTORY) -> Arena:
+        """A new region, zeroed and owned by this process; stale ones are swept first.
+
+        Raises:
+            ConfigError: a size below 1, or a directory that cannot be used.
+            CapacityError: not so much room; nothing is left behind.
+        """
+        if nbytes < 1:
+            raise ConfigError(f"arena size: expected >= 1 byte, got {nbytes}")
+        try:
+            sweep_stale_segments(directory)
+            _check_room(nbytes, directory)
+            path, descriptor = _create_locked(directory)
+            try:
+                _reserve(descriptor, nbytes, directory)
+                return cls(path, nbytes, descriptor, owner=True)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                os.close(descriptor)
+                raise
+        except OSError as error:
+            raise ConfigError(f"arena directory {directory}: cannot be used: {error}") from error
+
+    @classmethod
+    def attach(cls, name: str, nbytes: int, directory: Path = SHM_DIRECTORY) -> Arena:
+        """Map, for reading and writing, the region another process owns.
+
+        Raises:
+            PeerGone: no such region: its owner has ended.
+            RemoteProtocolError: a name, file type, user or size that the region cannot have.
+            CapacityError: it cannot be mapped.
+        """
+        if not NAME_PATTERN.fullmatch(name):
+            raise RemoteProtocolError(
+                f"arena name: expected {NAME_PATTERN.pattern}, got {name[:80]!r}"
+            )
+        if nbytes < 1:
+            raise RemoteProtocolError(f"arena size: expected >= 1 byte, got {nbytes}")
+        path = directory / name
+        try:
+            descriptor = _open(path, os.O_RDWR)
+        except FileNotFoundError as error:
+            raise PeerGone(f"arena {path}: not there; has the server ended?") from error
+        except OSError as error:
+            raise RemoteProtocolError(f"arena {path}: cannot be opened: {error}") from error
+        try:
+            status = os.fstat(descriptor)
+            for what, expected, got in (
+                ("regular file", True, stat.S_ISREG(status.st_mode)),
+                ("user id", os.geteuid(), status.st_uid),
+                ("bytes", nbytes, status.st_size),
+            ):
+                if expected != got:
+                    raise RemoteProtocolError(
+                        f"arena {path}, {what}: expected {expected}, got {got}"
+                    )
+            return cls(path, nbytes, descriptor, owner=False)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """The bytes [offset, offset + nbytes), writable.
+
+        Raises:
+            LayoutError: a range that is not inside the region.
+            Closed: after :meth:`close`.
+        """
+        if self._memory is None:
+            raise Closed(f"arena {self.name} is closed")
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise LayoutError(
+                f"arena {self.name}: expected a range inside its {self.nbytes} bytes, got "
+                f"{nbytes} at {offset}"
+            )
+        return memoryview(self._memory)[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Unmap; the owner also removes the file. Idempotent.
+
+        While somebody still has a view the mapping stays, until the last view is gone.
+        """
+        self._memory = None
+        self._let_go()
+
+
+def sweep_stale_segments(directory: Path = SHM_DIRECTORY) -> list[str]:
+    """Remove this user's segments that no living process owns; the names of those removed.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    swept = []
+    for entry in os.scandir(directory):
+        if not NAME_PATTERN.fullmatch(entry.name):
+            continue
+        path = directory / entry.name
+        try:
+            descriptor = _open(path, os.O_RDONLY)
+        except OSError as error:  # another user's, or gone since
+            logger.debug("segment %s is left alone: %s", path, error)
+            continue
+        try:
+            ours = os.fstat(descriptor).st_uid == os.geteuid()
+            # A segment just created and not yet locked can be taken for a stale one here; its
+            # creator notices and makes another.
+            if ours and _try_lock(descriptor) and _is_same_file(path, descriptor):
+                path.unlink()
+                swept.append(entry.name)
+        finally:
+            os.close(descriptor)
+    if swept:
+        logger.warning("removed %d segments of dead processes in %s", len(swept), directory)
+    return swept
+
+
+def _create_locked(directory: Path) -> tuple[Path, int]:
+    for _ in range(_CREATE_ATTEMPTS):
+        path = directory / f"lmcache_kernels_{secrets.token_hex(16)}"
+        descriptor = _open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        if _try_lock(descriptor) and _is_same_file(path, descriptor):
+            return path, descriptor
+        os.close(descriptor)  # a sweeper has it and removes the file
+    raise OSError(errno.EBUSY, f"{_CREATE_ATTEMPTS} new segments were removed by others at once")
+
+
+def _open(path: Path, flags: int) -> int:
+    # O_NONBLOCK: opening what turns out to be a pipe must not wait.
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_same_file(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _check_room(nbytes: int, directory: Path) -> None:
+    status = os.statvfs(directory)
+    have = status.f_bavail * status.f_frsize
+    if status.f_blocks and nbytes > have:  # a tmpfs without a limit reports no blocks at all
+        raise _no_room(nbytes, have, directory)
+
+
+def _reserve(descriptor: int, nbytes: int, directory: Path) -> None:
+    try:
+        for offset in range(0, nbytes, _RESERVE_STEP):
+            os.posix_fallocate(descriptor, offset, min(_RESERVE_STEP, nbytes - offset))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
+            raise
+        status = os.statvfs(directory)
+        raise _no_room(nbytes, status.f_bavail * status.f_frsize, directory) from error
+
+
+def _no_room(need: int, have: int, directory: Path) -> CapacityError:
+    return CapacityError(
+        f"arena: need {need} bytes in {directory}, have {have}. Ask for a smaller arena, or give "
+        f"{directory} more (docker: --shm-size; otherwise: mount -o remount,size=... {directory})"
+    )
+
+
+def _let_go(memory: mmap.mmap, descriptor: int, owned: Path | None, creator: int) -> None:
+    if owned is not None and os.getpid() == creator:  # a forked child must not remove it
+        owned.unlink(missing_ok=True)
+    try:
+        memory.close()
+    except BufferError:
+        logger.debug("an arena is still being viewed; its mapping goes with the last view")
+    os.close(descriptor)

@@ -1,0 +1,118 @@
+"""A server's arena as one worker sees it: mapped, pinned, counted, and gone when nobody uses it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from lmcache_kernels.errors import LayoutError, RemoteProtocolError
+
+from .arena import Arena
+from .slot_header import HEADER_BYTES, pack_header, read_header
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .messages import Registered
+
+logger = logging.getLogger(__name__)
+
+
+class Attachment:
+    """An attached arena of one server incarnation.
+
+    Users bracket their work with :meth:`hold` and :meth:`release`; after :meth:`retire` the mapping
+    goes as soon as the last of them has released. So a server restart never takes memory away from
+    under a copy.
+
+    Args:
+        registered: the server's answer to the registration.
+        incarnation: of that server.
+        shard: id of the slice this worker moves; goes into and is checked in every slot header.
+        payload_bytes: of one chunk.
+        pin: register the memory with CUDA.
+
+    Raises:
+        ArenaError or RemoteProtocolError: a name, size or owner that cannot be right.
+    """
+
+    def __init__(
+        self,
+        registered: Registered,
+        *,
+        incarnation: str,
+        shard: bytes,
+        payload_bytes: int,
+        pin: bool,
+    ) -> None:
+        self.incarnation = incarnation
+        self._shard = shard
+        self._payload_bytes = payload_bytes
+        self._arena = Arena.attach(registered.arena_name, registered.arena_bytes)
+        self._pinned = None
+        if pin:
+            from .pinning import PinnedRegion
+
+            self._pinned = PinnedRegion(self._arena.address, self._arena.nbytes)
+        self._lock = threading.Lock()
+        self._users = 0
+        self._retired = False
+
+    def hold(self) -> None:
+        with self._lock:
+            self._users += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._retired and self._users == 0
+        if last:
+            self._close()
+
+    def retire(self) -> None:
+        """No further users will come."""
+        with self._lock:
+            last = not self._retired and self._users == 0
+            self._retired = True
+        if last:
+            self._close()
+
+    def _close(self) -> None:
+        if self._pinned is not None:
+            self._pinned.close()
+        self._arena.close()
+
+    def check_slots(self, offsets: Sequence[int]) -> None:
+        """Raise RemoteProtocolError unless the slots lie inside the arena and apart from each other."""
+        span = HEADER_BYTES + self._payload_bytes
+        previous_end = 0
+        for offset in sorted(offsets):
+            if offset < previous_end or offset + span > self._arena.nbytes:
+                raise RemoteProtocolError(
+                    f"slot at {offset}: expected {span} bytes of its own inside an arena of "
+                    f"{self._arena.nbytes}"
+                )
+            previous_end = offset + span
+
+    def payload_address(self, offset: int) -> int:
+        return self._arena.address + offset + HEADER_BYTES
+
+    def erase_header(self, offset: int) -> None:
+        """Before a slot is written: whoever finds it half-written must not take it for a chunk."""
+        self._arena.view(offset, HEADER_BYTES)[:] = bytes(HEADER_BYTES)
+
+    def write_header(self, offset: int, digest: bytes) -> None:
+        header = pack_header(self._shard, digest, self._payload_bytes)
+        self._arena.view(offset, HEADER_BYTES)[:] = header
+
+    def is_chunk(self, offset: int, digest: bytes) -> bool:
+        """Does the slot hold the chunk it is said to hold? A reason is logged when it does not."""
+        try:
+            read_header(
+                self._arena.view(offset, HEADER_BYTES), self._shard, digest, self._payload_bytes
+            )
+        except (RemoteProtocolError, LayoutError) as error:
+            logger.warning("chunk %s at offset %d is damaged: %s", digest.hex()[:16], offset, error)
+            return False
+        return True

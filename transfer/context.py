@@ -1,0 +1,467 @@
+"""The engine-driven transfer context: the worker itself moves chunks between its paged cache and the
+server's arena. A store is prepare, gather, commit; a retrieve is prepare, scatter, commit."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lmcache_kernels.chunk_layout import ChunkLayout
+from lmcache_kernels.errors import (
+    Closed,
+    KVTransferError,
+    LayoutError,
+    PeerGone,
+    RemoteError,
+    RemoteProtocolError,
+    TransferTimeout,
+)
+
+from .attachment import Attachment
+from .host_mover import HostMover
+from .messages import (
+    AbortStore,
+    CommitRetrieve,
+    CommitStore,
+    Done,
+    LoadSlots,
+    PrepareRetrieve,
+    PrepareStore,
+    Register,
+    Registered,
+    StoreSlots,
+    Unregister,
+)
+from .moves import ChunkMove, check_block_ids, pair_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lmcache_kernels.plane import CacheGroup
+
+    from .messages import Reply, Request
+    from .moves import Completion, Mover
+    from .port import CachePort
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R", bound="Reply")
+
+DEVICE_TIMEOUT = 60.0
+"""Seconds after which queued device work counts as lost; 60 s of link is 3 TB."""
+
+
+class StoreTransfer:
+    """A submitted store. ``result``: chunks this store published, present ones not counted.
+
+    Until the gather has read the blocks, :meth:`EngineDrivenContext.flush` can still stop it.
+    """
+
+    def __init__(self) -> None:
+        self.result: Future[int] = Future()
+        self._lock = threading.Lock()
+        self._begun = False
+        self._wanted = True
+        self._read: Completion | None = None
+        self._launched = threading.Event()
+
+    def begin(self) -> bool:
+        """The gather is about to be launched; False when the store was stopped before."""
+        with self._lock:
+            self._begun = self._wanted
+            return self._begun
+
+    def launched(self, read: Completion) -> None:
+        """Every gather was launched; ``read`` tells when they have read."""
+        self._read = read
+        self._launched.set()
+
+    def over(self) -> None:
+        """No gather is running and none will be launched."""
+        self._launched.set()
+
+    def stop(self) -> bool:
+        """Stop the store unless its gather began; True when no gather runs or will run."""
+        with self._lock:
+            if not self._begun:
+                self._wanted = False
+            return not self._begun
+
+    def discard(self) -> None:
+        """Whatever the gather read is not to be published."""
+        self._wanted = False
+
+    @property
+    def wanted(self) -> bool:
+        return self._wanted
+
+    def wait_read(self, timeout: float) -> bool:
+        """Wait until no gather of this store reads the cache any more."""
+        if not self._launched.wait(timeout):
+            return False
+        return self._read is None or self._read.wait(timeout)
+
+
+class EngineDrivenContext:
+    """Moves chunks between an engine's cache and a cache server's arena.
+
+    Submits return at once (on a CPU engine: when the work is done) and never raise for anything
+    the server does: results and typed errors come through futures, each finished exactly once.
+    Submit from one thread. Closing twice is fine.
+
+    Args:
+        groups: the engine's cache; keep its tensors alive until :meth:`close`.
+        chunk_tokens: tokens of one chunk.
+        shard: id of the slice of the model's cache that this worker holds, from the layout's
+            fingerprint.
+        instance: id of this worker, random, 63 bits.
+        port: the cache.
+        timeout: seconds a single request may take.
+        max_programs: bound on the grid of every GPU kernel.
+
+    Raises:
+        LayoutError: groups on several devices, or a chunk size that a block size does not divide.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        *,
+        chunk_tokens: int,
+        shard: Callable[[ChunkLayout], bytes],
+        instance: int,
+        port: CachePort,
+        timeout: float = 2.0,
+        max_programs: int | None = None,
+    ) -> None:
+        devices = {group.device for group in groups}
+        if len(devices) > 1:
+            raise LayoutError(f"groups: expected one device, got {', '.join(sorted(devices))}")
+        self.groups = tuple(groups)
+        self.layout = ChunkLayout.of(self.groups, chunk_tokens)
+        self.shard = shard(self.layout)
+        self._instance = instance
+        self._port = port
+        self._timeout = timeout
+        self._mover = _mover_for(self.groups, self.layout, max_programs)
+        self._attachment: Attachment | None = None
+        self._attach_lock = threading.Lock()  # held while a registration is awaited
+        self._lock = threading.Lock()  # never held across a wait: submits take it
+        self._closed = False
+        self._stores: set[StoreTransfer] = set()
+        # One thread a direction: a load never waits behind a store, and order within a direction
+        # is the order of submission. A synchronous mover works on the caller's thread instead.
+        self._executors = {
+            name: None
+            if self._mover.synchronous
+            else ThreadPoolExecutor(1, f"lmcache-kernels-{name}")
+            for name in ("store", "load")
+        }
+
+    # --- registration -----------------------------------------------------------------------------
+
+    def register(self) -> None:
+        """Register with the server and attach its arena; done again by itself when it restarts.
+
+        Raises:
+            KVTransferError: no server, a refused registration, or an arena that cannot be attached.
+        """
+        self._attached().release()
+
+    def _attached(self) -> Attachment:
+        """The current server's arena, held; the caller releases it."""
+        with self._attach_lock:
+            if self._closed:
+                raise Closed("the transfer context is closed")
+            incarnation = self._port.incarnation
+            if incarnation is None:
+                raise PeerGone("no cache server is connected")
+            current = self._attachment
+            if current is None or current.incarnation != incarnation:
+                reply = self._ask(
+                    Register(
+                        instance=self._instance,
+                        shard=self.shard,
+                        chunk_bytes=self.layout.nbytes,
+                    ),
+                    Registered,
+                )
+                fresh = Attachment(
+                    reply,
+                    incarnation=incarnation,
+                    shard=self.shard,
+                    payload_bytes=self.layout.nbytes,
+                    pin=not self._mover.synchronous,
+                )
+                self._attachment = fresh
+                if current is not None:
+                    current.retire()
+                current = fresh
+            current.hold()
+            return current
+
+    def _forget_registration(self) -> None:
+        with self._attach_lock:
+            stale, self._attachment = self._attachment, None
+        if stale is not None:
+            stale.retire()
+
+    # --- store ------------------------------------------------------------------------------------
+
+    def submit_store(
+        self, digests: Sequence[bytes], block_ids: Sequence[Sequence[int]]
+    ) -> StoreTransfer:
+        """Store chunks whose bytes the device will have written once its queued work is done.
+
+        Args:
+            digests: one a chunk.
+            block_ids: per group, the blocks of those chunks in order; a tail that is no whole
+                chunk is ignored. None of them may be reused before :meth:`flush` of the transfer,
+                or its result, came back.
+
+        Raises:
+            LayoutError: block ids that cannot be right; nothing was submitted.
+        """
+        check_block_ids(block_ids, self.groups, self.layout, len(digests), loading=False)
+        transfer = StoreTransfer()
+        with self._lock:
+            self._stores.add(transfer)
+        after = self._mover.ready()
+        ids = [list(group) for group in block_ids]
+        self._run(
+            "store", transfer.result, lambda: self._store(transfer, list(digests), ids, after)
+        )
+        return transfer
+
+    def _store(
+        self,
+        transfer: StoreTransfer,
+        digests: list[bytes],
+        block_ids: list[list[int]],
+        after: Completion | None,
+    ) -> int:
+        try:
+            if not digests:
+                return 0
+            arena = self._attached()
+            try:
+                slots = self._ask_registered(
+                    PrepareStore(instance=self._instance, digests=b"".join(digests)), StoreSlots
+                )
+                if not slots.indices:
+                    return 0
+                try:
+                    return self._fill_slots(transfer, arena, slots, digests, block_ids, after)
+                except BaseException:
+                    self._tell(AbortStore(instance=self._instance, ticket=slots.ticket))
+                    raise
+            finally:
+                arena.release()
+        finally:
+            transfer.over()
+            with self._lock:
+                self._stores.discard(transfer)
+
+    def _fill_slots(
+        self,
+        transfer: StoreTransfer,
+        arena: Attachment,
+        slots: StoreSlots,
+        digests: list[bytes],
+        block_ids: list[list[int]],
+        after: Completion | None,
+    ) -> int:
+        arena.check_slots(slots.offsets)
+        indices = slots.indices
+        if len(indices) != len(slots.offsets) or not set(indices) <= set(range(len(digests))):
+            raise RemoteProtocolError(
+                f"slots: expected one for each of some of {len(digests)} chunks, got chunks "
+                f"{indices} and {len(slots.offsets)} offsets"
+            )
+        moves = []
+        for index, offset in zip(indices, slots.offsets, strict=True):
+            arena.erase_header(offset)
+            moves.append(
+                ChunkMove(arena.payload_address(offset), pair_blocks(block_ids, self.layout, index))
+            )
+        if not transfer.begin():
+            raise Closed("the store was stopped before it read the cache")
+        read, written = self._mover.gather(moves, after)
+        transfer.launched(read)
+        if not written.wait(DEVICE_TIMEOUT):
+            raise TransferTimeout(f"the device did not finish a gather in {DEVICE_TIMEOUT} s")
+        if not transfer.wanted:
+            raise Closed("the blocks were reused while the store read them")
+        for index, offset in zip(indices, slots.offsets, strict=True):
+            arena.write_header(offset, digests[index])
+        self._ask(CommitStore(instance=self._instance, ticket=slots.ticket), Done)
+        return len(indices)
+
+    def flush(self, transfers: Sequence[StoreTransfer], timeout: float = DEVICE_TIMEOUT) -> None:
+        """Return when none of these stores reads the cache any more.
+
+        Stores whose gather has not begun are stopped, and one that still reads after ``timeout``
+        seconds is not published: its result is Closed, and its blocks may be overwritten either
+        way. Commits are not waited for.
+        """
+        for transfer in transfers:
+            if not transfer.stop() and not transfer.wait_read(timeout):
+                transfer.discard()
+                logger.warning("a gather still read the cache after %s s; not stored", timeout)
+
+    def flush_inflight_stores(self, timeout: float = DEVICE_TIMEOUT) -> None:
+        """:meth:`flush` of every store submitted and not finished."""
+        with self._lock:
+            transfers = list(self._stores)
+        self.flush(transfers, timeout)
+
+    # --- retrieve ---------------------------------------------------------------------------------
+
+    def submit_retrieve(
+        self,
+        digests: Sequence[bytes],
+        block_ids: Sequence[Sequence[int]],
+        *,
+        skip_first_n_tokens: int = 0,
+    ) -> Future[int]:
+        """Load chunks into blocks of the cache.
+
+        Args:
+            digests: one a chunk.
+            block_ids: per group, the blocks of those chunks in order; ``ABSENT`` ones and a tail
+                that is no whole chunk are left alone.
+            skip_first_n_tokens: leave the blocks of the first tokens alone, rounded down to blocks.
+
+        Returns:
+            How many chunks, from the first on, now are in the cache. Fewer than asked means that
+            the blocks of the others hold nothing usable; an exception means that of all of them.
+
+        Raises:
+            LayoutError: block ids that cannot be right; nothing was submitted.
+        """
+        check_block_ids(block_ids, self.groups, self.layout, len(digests), loading=True)
+        result: Future[int] = Future()
+        after = self._mover.ready()
+        ids = [list(group) for group in block_ids]
+        self._run(
+            "load",
+            result,
+            lambda: self._retrieve(list(digests), ids, skip_first_n_tokens, after),
+        )
+        return result
+
+    def _retrieve(
+        self,
+        digests: list[bytes],
+        block_ids: list[list[int]],
+        skip_tokens: int,
+        after: Completion | None,
+    ) -> int:
+        if not digests:
+            return 0
+        arena = self._attached()
+        try:
+            slots = self._ask_registered(
+                PrepareRetrieve(instance=self._instance, digests=b"".join(digests)), LoadSlots
+            )
+            if not slots.offsets:
+                return 0
+            damaged: list[int] = []
+            try:
+                arena.check_slots(slots.offsets)
+                moves = []
+                for index, (offset, digest) in enumerate(zip(slots.offsets, digests, strict=False)):
+                    if not arena.is_chunk(offset, digest):
+                        damaged.append(index)
+                        break
+                    pairs = pair_blocks(block_ids, self.layout, index, skip_tokens)
+                    moves.append(ChunkMove(arena.payload_address(offset), pairs))
+                if not self._mover.scatter(moves, after).wait(DEVICE_TIMEOUT):
+                    raise TransferTimeout(
+                        f"the device did not finish a scatter in {DEVICE_TIMEOUT} s"
+                    )
+                return len(moves)
+            finally:
+                self._tell(
+                    CommitRetrieve(instance=self._instance, ticket=slots.ticket, damaged=damaged)
+                )
+        finally:
+            arena.release()
+
+    # --- helpers ----------------------------------------------------------------------------------
+
+    def _run(self, direction: str, result: Future[Any], work: Callable[[], Any]) -> None:
+        def task() -> None:
+            try:
+                result.set_result(work())
+            except BaseException as error:
+                logger.debug("%s failed: %s", direction, error, exc_info=True)
+                result.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+
+        executor = self._executors[direction]
+        if executor is None:
+            task()
+            return
+        try:
+            executor.submit(task)
+        except RuntimeError:
+            result.set_exception(Closed("the transfer context is closed"))
+
+    def _ask(self, message: Request, reply_type: type[R]) -> R:
+        # The port keeps the deadline; the second bound only guards against a port that does not.
+        reply = self._port.request(message, self._timeout).result(self._timeout + 1.0)
+        if not isinstance(reply, reply_type):
+            raise RemoteProtocolError(
+                f"reply to {type(message).__name__}: expected {reply_type.__name__}, "
+                f"got {type(reply).__name__}"
+            )
+        return reply
+
+    def _ask_registered(self, message: Request, reply_type: type[R]) -> R:
+        try:
+            return self._ask(message, reply_type)
+        except RemoteError as error:
+            if error.code == "unknown_instance":
+                self._forget_registration()
+            raise
+
+    def _tell(self, message: Request) -> None:
+        """Send without waiting: the server also finds out by itself, later."""
+        self._port.request(message, self._timeout)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop what has not begun, wait for what has, unregister, let go of the arena."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            stores = list(self._stores)
+        for transfer in stores:
+            transfer.stop()
+        for executor in self._executors.values():
+            if executor is not None:
+                executor.shutdown(wait=True)
+        with self._attach_lock:
+            attachment, self._attachment = self._attachment, None
+        if attachment is not None:
+            if self._port.incarnation == attachment.incarnation:
+                try:
+                    self._port.request(Unregister(instance=self._instance), timeout).result(timeout)
+                except (KVTransferError, TimeoutError) as error:
+                    logger.info("could not unregister: %s", error)
+            attachment.retire()
+        self._mover.close()
+
+
+def _mover_for(
+    groups: tuple[CacheGroup, ...], layout: ChunkLayout, max_programs: int | None
+) -> Mover:
+    if groups[0].device == "cpu":
+        return HostMover(groups, layout)
+    from .staged_mover import StagedMover
+
+    return StagedMover(groups, layout, max_programs=max_programs)

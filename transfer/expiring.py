@@ -1,0 +1,64 @@
+"""Things that end by themselves a fixed time after they were last put. Pure: time is an argument."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from lmcache_kernels.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Expiring(Generic[K, V]):
+    """A dict whose entries expire ``ttl`` seconds after they were put.
+
+    The time to live is the same for all and ``now`` never goes back, so the order of insertion is
+    the order of expiry and every operation is O(1).
+
+    Args:
+        ttl: seconds, > 0; may be infinite.
+        what: names the setting in the error.
+
+    Raises:
+        ConfigError: a time to live that is not above 0.
+    """
+
+    def __init__(self, ttl: float, what: str) -> None:
+        if not ttl > 0:
+            raise ConfigError(f"{what}: expected > 0 seconds, got {ttl}")
+        self.ttl = ttl
+        self._entries: dict[K, tuple[float, V]] = {}  # key -> (deadline, value)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, key: K, value: V, now: float) -> None:
+        """Add or replace; either way it now has its whole time to live."""
+        self._entries.pop(key, None)
+        self._entries[key] = (now + self.ttl, value)
+
+    def get(self, key: K) -> V | None:
+        entry = self._entries.get(key)
+        return None if entry is None else entry[1]
+
+    def pop(self, key: K) -> V | None:
+        entry = self._entries.pop(key, None)
+        return None if entry is None else entry[1]
+
+    def items(self) -> Iterator[tuple[K, V]]:
+        return ((key, value) for key, (_, value) in self._entries.items())
+
+    def expire(self, now: float) -> list[tuple[K, V]]:
+        """Remove and return what has reached its deadline."""
+        ended: list[tuple[K, V]] = []
+        for key, (deadline, value) in self._entries.items():
+            if deadline > now:
+                break
+            ended.append((key, value))
+        for key, _ in ended:
+            del self._entries[key]
+        return ended

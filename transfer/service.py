@@ -1,0 +1,310 @@
+"""A cache as messages see it: every request gets one reply, whatever is wrong with it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lmcache_kernels.errors import LocalProtocolError
+
+from .expiring import Expiring
+from .messages import (
+    PROTOCOL_VERSION,
+    AbortStore,
+    Clear,
+    Cleared,
+    CommitRetrieve,
+    CommitStore,
+    Done,
+    EndSession,
+    ErrorReply,
+    Found,
+    Hello,
+    LoadSlots,
+    Lookup,
+    Ping,
+    Pong,
+    PrepareRetrieve,
+    PrepareStore,
+    Register,
+    Registered,
+    StoreSlots,
+    Unregister,
+    Welcome,
+)
+from .request_checks import (
+    RefusedError,
+    check_chunk_bytes,
+    check_instance,
+    check_name,
+    check_shard,
+    checked_digests,
+    unique_shards,
+)
+from .slot_header import HEADER_BYTES
+from .store import LEASE_TTL, WRITE_TTL, ChunkStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .messages import Reply, Request
+
+logger = logging.getLogger(__name__)
+
+WORKER_TTL = 120.0
+"""Seconds of silence after which a worker counts as dead; workers ping far more often."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    shard: bytes
+    chunk_bytes: int
+
+    @property
+    def slot_bytes(self) -> int:
+        return HEADER_BYTES + self.chunk_bytes
+
+
+class CacheService:
+    """Serves requests on a chunk store whose slots lie in one arena.
+
+    It never touches the arena's bytes; workers do. Not safe for threads by itself.
+
+    Args:
+        arena_name, arena_bytes: what workers attach.
+        chunk_tokens: tokens of one chunk, told to whoever connects.
+        incarnation: random id of this server's life.
+        write_ttl: seconds a worker has to commit a store.
+        lease_ttl: seconds a lookup keeps its chunks.
+        worker_ttl: seconds after which a silent worker is dropped with all it was doing.
+
+    Raises:
+        ConfigError: a size or time that is not above 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        arena_name: str,
+        arena_bytes: int,
+        chunk_tokens: int,
+        incarnation: str,
+        write_ttl: float = WRITE_TTL,
+        lease_ttl: float = LEASE_TTL,
+        worker_ttl: float = WORKER_TTL,
+    ) -> None:
+        self._arena = Registered(arena_name=arena_name, arena_bytes=arena_bytes)
+        self._chunk_tokens = chunk_tokens
+        self._incarnation = incarnation
+        self._store = ChunkStore(arena_bytes, write_ttl=write_ttl, lease_ttl=lease_ttl)
+        self._workers: Expiring[int, _Worker] = Expiring(worker_ttl, "worker_ttl")
+        self._refused = 0
+        self._failed = 0
+        self._methods: dict[type[Request], Callable[[Any, float], Reply]] = {
+            Hello: self._hello,
+            Ping: self._ping,
+            Register: self._register,
+            Unregister: self._unregister,
+            Lookup: self._lookup,
+            EndSession: self._end_session,
+            Clear: self._clear,
+            PrepareStore: self._prepare_store,
+            CommitStore: self._commit_store,
+            AbortStore: self._abort_store,
+            PrepareRetrieve: self._prepare_retrieve,
+            CommitRetrieve: self._commit_retrieve,
+        }
+
+    def handle(self, request: Request, now: float) -> Reply:
+        """The reply to ``request``; never raises.
+
+        Args:
+            request: any; what cannot be served is answered with an :class:`ErrorReply`.
+            now: monotonic seconds; never goes back.
+        """
+        method = self._methods.get(type(request))
+        if method is None:
+            return ErrorReply(
+                code="unsupported",
+                message=f"operation {type(request).__name__} is unknown to protocol version "
+                f"{PROTOCOL_VERSION}",
+            )
+        try:
+            return method(request, now)
+        except RefusedError as refused:
+            self._refused += 1
+            return ErrorReply(code=refused.code, message=str(refused))
+        except Exception as error:
+            self._failed += 1
+            logger.exception("%s could not be served", type(request).__name__)
+            return ErrorReply(
+                code="internal",
+                message=f"{type(request).__name__}: {type(error).__name__} in the server; its log "
+                "has the trace",
+            )
+
+    def tick(self, now: float) -> None:
+        """Drop silent workers and end leases and writers whose time is up; call every few seconds."""
+        for instance, _ in self._workers.expire(now):
+            self._store.drop_owner(instance)
+            logger.warning(
+                "worker %d was silent for %g s: dropped, what it was writing is discarded",
+                instance,
+                self._workers.ttl,
+            )
+        self._store.tick(now)
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start and what there is now; see :class:`~.store.Counters`."""
+        return self._store.stats() | {
+            "workers": len(self._workers),
+            "refused": self._refused,
+            "failed": self._failed,
+        }
+
+    # --- connection -------------------------------------------------------------------------------
+
+    def _hello(self, request: Hello, now: float) -> Reply:
+        if request.protocol != PROTOCOL_VERSION:
+            raise RefusedError(
+                "unsupported",
+                f"protocol version: expected {PROTOCOL_VERSION}, got {request.protocol}: install "
+                "the same release on both sides",
+            )
+        return Welcome(
+            protocol=PROTOCOL_VERSION,
+            incarnation=self._incarnation,
+            clock=now,
+            chunk_tokens=self._chunk_tokens,
+        )
+
+    def _ping(self, request: Ping, now: float) -> Reply:
+        registered = False
+        if request.instance is not None:
+            check_instance(request.instance)
+            registered = self._seen(request.instance, now) is not None
+        return Pong(incarnation=self._incarnation, registered=registered)
+
+    # --- workers ----------------------------------------------------------------------------------
+
+    def _register(self, request: Register, now: float) -> Reply:
+        check_instance(request.instance)
+        check_shard(request.shard)
+        check_chunk_bytes(request.chunk_bytes)
+        worker = _Worker(request.shard, request.chunk_bytes)
+        if not self._store.fits(worker.slot_bytes):
+            raise RefusedError(
+                "no_space",
+                f"one chunk takes {worker.slot_bytes} bytes, the arena has "
+                f"{self._arena.arena_bytes}: give the server a larger one",
+            )
+        for instance, other in self._workers.items():
+            if (
+                instance != request.instance
+                and other.shard == worker.shard
+                and other.chunk_bytes != worker.chunk_bytes
+            ):
+                raise RefusedError(
+                    "bad_request",
+                    f"chunk_bytes: expected {other.chunk_bytes}, as worker {instance} of the same "
+                    f"shard has, got {worker.chunk_bytes}",
+                )
+        self._store.drop_owner(request.instance)
+        self._workers.put(request.instance, worker, now)
+        logger.info(
+            "worker %d registered: shard %s, %d bytes a chunk",
+            request.instance,
+            request.shard.hex()[:16],
+            request.chunk_bytes,
+        )
+        return self._arena
+
+    def _unregister(self, request: Unregister, now: float) -> Reply:
+        check_instance(request.instance)
+        self._workers.pop(request.instance)
+        self._store.drop_owner(request.instance)
+        return Done()
+
+    # --- scheduler --------------------------------------------------------------------------------
+
+    def _lookup(self, request: Lookup, now: float) -> Reply:
+        check_name(request.request)
+        shards = unique_shards(request.shards)
+        digests = checked_digests(request.digests)
+        return Found(chunks=self._store.lookup(request.request, shards, digests, now))
+
+    def _end_session(self, request: EndSession, now: float) -> Reply:
+        check_name(request.request)
+        self._store.end_session(request.request)
+        return Done()
+
+    def _clear(self, request: Clear, now: float) -> Reply:
+        return Cleared(chunks=self._store.clear(now))
+
+    # --- transfers --------------------------------------------------------------------------------
+
+    def _prepare_store(self, request: PrepareStore, now: float) -> Reply:
+        worker = self._worker(request.instance, now)
+        digests = checked_digests(request.digests)
+        slots = self._store.reserve(request.instance, worker.shard, digests, worker.slot_bytes, now)
+        return StoreSlots(ticket=slots.ticket, indices=slots.indices, offsets=slots.offsets)
+
+    def _commit_store(self, request: CommitStore, now: float) -> Reply:
+        self._worker(request.instance, now)
+        if not self._store.commit(request.instance, request.ticket, now):
+            raise _unknown_ticket("store", request)
+        return Done()
+
+    def _abort_store(self, request: AbortStore, now: float) -> Reply:
+        self._worker(request.instance, now)
+        if not self._store.abort(request.instance, request.ticket, now):
+            raise _unknown_ticket("store", request)
+        return Done()
+
+    def _prepare_retrieve(self, request: PrepareRetrieve, now: float) -> Reply:
+        worker = self._worker(request.instance, now)
+        digests = checked_digests(request.digests)
+        reading = self._store.open_read(request.instance, worker.shard, digests, now)
+        return LoadSlots(ticket=reading.ticket, offsets=reading.offsets)
+
+    def _commit_retrieve(self, request: CommitRetrieve, now: float) -> Reply:
+        self._worker(request.instance, now)
+        try:
+            known = self._store.close_read(request.instance, request.ticket, request.damaged, now)
+        except LocalProtocolError as error:
+            raise RefusedError("bad_request", str(error)) from error
+        if not known:
+            raise _unknown_ticket("retrieve", request)
+        if request.damaged:
+            logger.warning(
+                "worker %d found %d damaged chunks; they are dropped",
+                request.instance,
+                len(set(request.damaged)),
+            )
+        return Done()
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _seen(self, instance: int, now: float) -> _Worker | None:
+        worker = self._workers.get(instance)
+        if worker is not None:
+            self._workers.put(instance, worker, now)
+        return worker
+
+    def _worker(self, instance: int, now: float) -> _Worker:
+        check_instance(instance)
+        worker = self._seen(instance, now)
+        if worker is None:
+            raise RefusedError(
+                "unknown_instance", f"worker {instance} is not registered: register again"
+            )
+        return worker
+
+
+def _unknown_ticket(what: str, request: CommitStore | AbortStore | CommitRetrieve) -> RefusedError:
+    return RefusedError(
+        "unknown_ticket",
+        f"{what} {request.ticket} of worker {request.instance}: not known; ended, expired, or "
+        "never prepared",
+    )

@@ -1,0 +1,287 @@
+"""The chunk store: who is writing, looking up and reading which chunks, and until when.
+
+A chunk is invisible until its writer commits it. A lookup leases what it finds to a request, a
+reader holds what it reads; neither can be evicted, and everybody ends only what is their own.
+
+Pure: no I/O and no clock. ``now`` is in seconds and never goes back; it decides what has expired at
+the moment of each call. Every call costs O(1) amortised for each chunk that it names. Not safe for
+threads by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from lmcache_kernels.errors import LocalProtocolError
+
+from .chunk_table import Chunk, ChunkTable
+from .expiring import Expiring
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+WRITE_TTL = 600.0
+"""Seconds a writer has between reserve and commit: ten times what a worker waits for its device."""
+
+LEASE_TTL = 300.0
+"""Seconds a lookup keeps its chunks: longer than a request usually waits in an engine's queue."""
+
+NO_TICKET = 0
+"""The ticket of a reservation or read without chunks; there is nothing to commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Chunk ``indices[i]`` of the call goes into the slot at ``offsets[i]``."""
+
+    ticket: int
+    indices: list[int]
+    offsets: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Where the first chunks of the call lie."""
+
+    ticket: int
+    offsets: list[int]
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the start; all but ``lookups`` count chunks."""
+
+    lookups: int = 0
+    asked: int = 0
+    hit: int = 0
+    stored: int = 0
+    read: int = 0
+    cleared: int = 0
+    discarded: int = 0
+    damaged: int = 0
+
+
+@dataclass(slots=True)
+class _Transfer:
+    owner: int
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+class ChunkStore:
+    """Keeps chunks in slots of a capacity.
+
+    Args:
+        capacity_bytes: of all slots together.
+        write_ttl: seconds between reserve and commit after which a writer counts as dead. Its slots
+            go to others then, so a live writer must have stopped writing by that time.
+        lease_ttl: seconds after which a lookup's lease ends by itself.
+
+    Raises:
+        ConfigError: a capacity or time to live that is not above 0.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        write_ttl: float = WRITE_TTL,
+        lease_ttl: float = LEASE_TTL,
+    ) -> None:
+        self.counters = Counters()
+        self._table = ChunkTable(capacity_bytes)
+        self._leases: Expiring[str, list[Chunk]] = Expiring(lease_ttl, "lease_ttl")
+        self._writes: Expiring[int, _Transfer] = Expiring(write_ttl, "write_ttl")
+        self._reads: dict[int, _Transfer] = {}
+        self._tickets = itertools.count(NO_TICKET + 1)
+
+    def fits(self, nbytes: int) -> bool:
+        """Could a slot of ``nbytes`` exist if the store were empty?"""
+        return self._table.slots.round_up(nbytes) <= self._table.slots.capacity_bytes
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def reserve(
+        self, owner: int, shard: bytes, digests: Sequence[bytes], nbytes: int, now: float
+    ) -> Reservation:
+        """Slots of ``nbytes`` for chunks that ``owner`` is about to write.
+
+        Chunks that are resident or being written are left out. Of the others the first ones get
+        slots, as many as there is room for once idle chunks, none of this call, have been evicted.
+        """
+        self.tick(now)
+        keys = [(shard, digest) for digest in digests]
+        # Held meanwhile: room for the tail of a prefix must not be made out of its head.
+        present = [chunk for key in keys if (chunk := self._table.resident(key)) is not None]
+        self._table.hold(present)
+        write = _Transfer(owner)
+        indices = []
+        for index, key in enumerate(keys):
+            if key in self._table:
+                continue
+            chunk = self._table.stage(key, nbytes)
+            if chunk is None:
+                break
+            write.chunks.append(chunk)
+            indices.append(index)
+        self._table.release(present)
+        if not indices:
+            return Reservation(NO_TICKET, [], [])
+        ticket = next(self._tickets)
+        self._writes.put(ticket, write, now)
+        return Reservation(ticket, indices, [chunk.offset for chunk in write.chunks])
+
+    def commit(self, owner: int, ticket: int, now: float) -> bool:
+        """Publish what the ticket's writer wrote.
+
+        False, and nothing becomes visible, when ``owner`` has no such ticket or its time was up.
+        """
+        self.tick(now)
+        write = self._take_write(owner, ticket)
+        if write is None:
+            return False
+        self._table.publish(write.chunks)
+        self.counters.stored += len(write.chunks)
+        return True
+
+    def abort(self, owner: int, ticket: int, now: float) -> bool:
+        """Discard what the ticket's writer wrote; False when ``owner`` has no such ticket."""
+        self.tick(now)
+        write = self._take_write(owner, ticket)
+        if write is None:
+            return False
+        self._discard(write)
+        return True
+
+    # --- finding ----------------------------------------------------------------------------------
+
+    def lookup(
+        self, request: str, shards: Sequence[bytes], digests: Sequence[bytes], now: float
+    ) -> int:
+        """How many chunks, from the first on, are resident for every one of ``shards``.
+
+        Exactly those are leased to ``request`` from now on, in place of what it held before.
+
+        Raises:
+            LocalProtocolError: no shards.
+        """
+        if not shards:
+            raise LocalProtocolError("lookup: expected at least one shard, got none")
+        self.tick(now)
+        found: list[Chunk] = []
+        for digest in digests:
+            column = [
+                chunk
+                for shard in shards
+                if (chunk := self._table.resident((shard, digest))) is not None
+            ]
+            if len(column) < len(shards):
+                break
+            found += column
+        self._table.hold(found)
+        self.end_session(request)
+        if found:
+            self._leases.put(request, found, now)
+        count = len(found) // len(shards)
+        self.counters.lookups += 1
+        self.counters.asked += len(digests)
+        self.counters.hit += count
+        return count
+
+    def end_session(self, request: str) -> None:
+        """End the lease of ``request`` if it has one; leases of others are not touched."""
+        self._table.release(self._leases.pop(request) or ())
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def open_read(self, owner: int, shard: bytes, digests: Sequence[bytes], now: float) -> Reading:
+        """Hold the longest resident prefix of ``digests`` in place until it is closed."""
+        self.tick(now)
+        read = _Transfer(owner)
+        for digest in digests:
+            chunk = self._table.resident((shard, digest))
+            if chunk is None:
+                break
+            read.chunks.append(chunk)
+        if not read.chunks:
+            return Reading(NO_TICKET, [])
+        self._table.hold(read.chunks)
+        ticket = next(self._tickets)
+        self._reads[ticket] = read
+        self.counters.read += len(read.chunks)
+        return Reading(ticket, [chunk.offset for chunk in read.chunks])
+
+    def close_read(self, owner: int, ticket: int, damaged: Iterable[int], now: float) -> bool:
+        """End a read; False when ``owner`` has no such ticket.
+
+        Chunks ``damaged`` (indices of the read) are not found any more from now on; their slots are
+        free as soon as nobody else holds them.
+
+        Raises:
+            LocalProtocolError: an index that the read does not have; the read goes on.
+        """
+        self.tick(now)
+        read = self._reads.get(ticket)
+        if read is None or read.owner != owner:
+            return False
+        bad = set(damaged)
+        if bad and not (min(bad) >= 0 and max(bad) < len(read.chunks)):
+            raise LocalProtocolError(
+                f"damaged: expected indices in [0, {len(read.chunks)}), got {min(bad)} to {max(bad)}"
+            )
+        del self._reads[ticket]
+        self.counters.damaged += sum(self._table.unlist(read.chunks[index]) for index in bad)
+        self._table.release(read.chunks)
+        return True
+
+    # --- housekeeping -----------------------------------------------------------------------------
+
+    def drop_owner(self, owner: int) -> None:
+        """Discard, never publish, what ``owner`` is writing, and end its reads."""
+        for ticket, write in list(self._writes.items()):
+            if write.owner == owner:
+                self._writes.pop(ticket)
+                self._discard(write)
+        for ticket, read in list(self._reads.items()):
+            if read.owner == owner:
+                del self._reads[ticket]
+                self._table.release(read.chunks)
+
+    def clear(self, now: float) -> int:
+        """Drop every chunk that is neither leased, read nor written; how many there were."""
+        self.tick(now)
+        count = self._table.drop_idle()
+        self.counters.cleared += count
+        return count
+
+    def tick(self, now: float) -> None:
+        """End leases and writers whose time is up."""
+        for _, chunks in self._leases.expire(now):
+            self._table.release(chunks)
+        for _, write in self._writes.expire(now):
+            self._discard(write)
+
+    def stats(self) -> dict[str, int]:
+        """The counters, and what there is now."""
+        writing = sum(len(write.chunks) for _, write in self._writes.items())
+        return asdict(self.counters) | {
+            "evicted": self._table.evicted,
+            "capacity_bytes": self._table.slots.capacity_bytes,
+            "used_bytes": self._table.slots.used_bytes,
+            "resident": len(self._table) - writing,
+            "idle": self._table.idle,
+            "writing": writing,
+            "leases": len(self._leases),
+            "reads": len(self._reads),
+        }
+
+    def _take_write(self, owner: int, ticket: int) -> _Transfer | None:
+        write = self._writes.get(ticket)
+        if write is None or write.owner != owner:
+            return None
+        return self._writes.pop(ticket)
+
+    def _discard(self, write: _Transfer) -> None:
+        self._table.discard(write.chunks)
+        self.counters.discarded += len(write.chunks)
