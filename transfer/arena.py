@@ -156,22 +156,23 @@ def sweep_stale_segments(directory: Path = SHM_DIRECTORY) -> list[str]:
         OSError: the directory cannot be read.
     """
     swept = []
-    for entry in os.scandir(directory):
-        if not NAME_PATTERN.fullmatch(entry.name):
+    for name in os.listdir(directory):
+        if not NAME_PATTERN.fullmatch(name):
             continue
-        path = directory / entry.name
+        path = directory / name
         try:
             descriptor = _open(path, os.O_RDONLY)
         except OSError as error:  # another user's, or gone since
             logger.debug("segment %s is left alone: %s", path, error)
             continue
         try:
-            ours = os.fstat(descriptor).st_uid == os.geteuid()
+            status = os.fstat(descriptor)
+            ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
             # A segment just created and not yet locked can be taken for a stale one here; its
             # creator notices and makes another.
             if ours and _try_lock(descriptor) and _is_same_file(path, descriptor):
-                path.unlink()
-                swept.append(entry.name)
+                path.unlink(missing_ok=True)
+                swept.append(name)
         finally:
             os.close(descriptor)
     if swept:

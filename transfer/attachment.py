@@ -34,7 +34,8 @@ class Attachment:
         pin: register the memory with CUDA.
 
     Raises:
-        ArenaError or RemoteProtocolError: a name, size or owner that cannot be right.
+        PeerGone, RemoteProtocolError or CapacityError: an arena that is not there, is not what the
+            server said, or cannot be mapped.
     """
 
     def __init__(

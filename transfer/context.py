@@ -382,6 +382,11 @@ class EngineDrivenContext:
                     raise TransferTimeout(
                         f"the device did not finish a scatter in {DEVICE_TIMEOUT} s"
                     )
+                # Whoever reuses a slot erases its header first. One that still stands shows that we
+                # held the slot all along, also if the server had given us up meanwhile.
+                for index, offset in enumerate(slots.offsets[: len(moves)]):
+                    if not arena.is_chunk(offset, digests[index]):
+                        return index
                 return len(moves)
             finally:
                 self._tell(

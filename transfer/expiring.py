@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from lmcache_kernels.errors import ConfigError
@@ -31,15 +32,16 @@ class Expiring(Generic[K, V]):
         if not ttl > 0:
             raise ConfigError(f"{what}: expected > 0 seconds, got {ttl}")
         self.ttl = ttl
-        self._entries: dict[K, tuple[float, V]] = {}  # key -> (deadline, value)
+        # key -> (deadline, value). A plain dict would step over its removed entries every time.
+        self._entries: OrderedDict[K, tuple[float, V]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def put(self, key: K, value: V, now: float) -> None:
         """Add or replace; either way it now has its whole time to live."""
-        self._entries.pop(key, None)
         self._entries[key] = (now + self.ttl, value)
+        self._entries.move_to_end(key)
 
     def get(self, key: K) -> V | None:
         entry = self._entries.get(key)
@@ -55,10 +57,10 @@ class Expiring(Generic[K, V]):
     def expire(self, now: float) -> list[tuple[K, V]]:
         """Remove and return what has reached its deadline."""
         ended: list[tuple[K, V]] = []
-        for key, (deadline, value) in self._entries.items():
+        while self._entries:
+            key, (deadline, value) = next(iter(self._entries.items()))
             if deadline > now:
                 break
-            ended.append((key, value))
-        for key, _ in ended:
             del self._entries[key]
+            ended.append((key, value))
         return ended

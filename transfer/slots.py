@@ -68,8 +68,9 @@ class SlotAllocator:
         if position == len(self._free_sizes):
             return None
         found = self._free_sizes[position]
-        start = next(reversed(self._free_by_size[found]))
-        self._remove_free(start, found)
+        # popitem: looking up the last key instead would step over all removed ones every time.
+        start, _ = self._free_by_size[found].popitem()
+        self._forget(start, found)
         if found > size:
             self._add_free(start + size, found - size)
         self._used[start] = size
@@ -109,10 +110,13 @@ class SlotAllocator:
         starts[start] = None
 
     def _remove_free(self, start: int, size: int) -> None:
+        del self._free_by_size[size][start]
+        self._forget(start, size)
+
+    def _forget(self, start: int, size: int) -> None:
+        """The rest of the removal of a range that its size's starts lack by now."""
         del self._free[start]
         del self._free_by_end[start + size]
-        starts = self._free_by_size[size]
-        del starts[start]
-        if not starts:
+        if not self._free_by_size[size]:
             del self._free_by_size[size]
             del self._free_sizes[bisect_left(self._free_sizes, size)]

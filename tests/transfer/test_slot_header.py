@@ -66,7 +66,12 @@ def test_any_flipped_bit_is_refused(bit: int, size: int) -> None:
 
 @pytest.mark.parametrize(
     ("shard", "digest", "size"),
-    [(SHARD[:-1], DIGEST, 1), (SHARD, DIGEST + b"x", 1), (SHARD, DIGEST, -1), (SHARD, b"", 1 << 64)],
+    [
+        (SHARD[:-1], DIGEST, 1),
+        (SHARD, DIGEST + b"x", 1),
+        (SHARD, DIGEST, -1),
+        (SHARD, b"", 1 << 64),
+    ],
 )
 def test_wrong_lengths_are_refused(shard: bytes, digest: bytes, size: int) -> None:
     with pytest.raises(LocalProtocolError, match="slot header"):

@@ -77,7 +77,7 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 TestSlotMachine = SlotMachine.TestCase
-TestSlotMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSlotMachine.settings = settings(stateful_step_count=40)
 
 
 def test_sizes_are_rounded_to_the_alignment_only() -> None:

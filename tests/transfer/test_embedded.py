@@ -1,0 +1,127 @@
+"""The cache in one process: finished futures, typed errors, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from lmcache_kernels.errors import CapacityError, Closed, RemoteError
+from lmcache_kernels.transfer.arena import Arena
+from lmcache_kernels.transfer.embedded import EmbeddedCache
+from lmcache_kernels.transfer.messages import (
+    CommitStore,
+    Done,
+    EndSession,
+    Found,
+    Hello,
+    Lookup,
+    Ping,
+    PrepareStore,
+    Register,
+    Registered,
+    StoreSlots,
+    Welcome,
+)
+from lmcache_kernels.transfer.slot_header import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lmcache_kernels.transfer.messages import Reply, Request
+    from lmcache_kernels.transfer.port import CachePort
+
+SHARD = b"s" * 32
+CHUNK = 512
+SLOT = HEADER_BYTES + CHUNK
+
+
+def ask(cache: CachePort, request: Request) -> Reply:
+    future = cache.request(request, 1.0)
+    assert future.done()
+    return future.result(0)
+
+
+def test_store_and_find(tmp_path: Path) -> None:
+    with EmbeddedCache(8 * SLOT, 64, tmp_path) as cache:
+        assert cache.chunk_tokens == 64
+        assert cache.incarnation is not None
+        assert len(cache.incarnation) == 32
+        welcome = ask(cache, Hello(protocol=1))
+        assert isinstance(welcome, Welcome)
+        assert (welcome.incarnation, welcome.chunk_tokens) == (cache.incarnation, 64)
+        registered = ask(cache, Register(instance=7, shard=SHARD, chunk_bytes=CHUNK))
+        assert isinstance(registered, Registered)
+        arena = Arena.attach(registered.arena_name, registered.arena_bytes, tmp_path)
+        slots = ask(cache, PrepareStore(instance=7, digests=bytes(32)))
+        assert isinstance(slots, StoreSlots)
+        arena.view(slots.offsets[0] + HEADER_BYTES, CHUNK)[:] = b"x" * CHUNK
+        assert ask(cache, CommitStore(instance=7, ticket=slots.ticket)) == Done()
+        assert ask(cache, Lookup(request="r", shards=[SHARD], digests=bytes(32))) == Found(chunks=1)
+        assert ask(cache, EndSession(request="r")) == Done()
+        assert cache.stats()["resident"] == 1
+        arena.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_error_replies_become_exceptions(tmp_path: Path) -> None:
+    with EmbeddedCache(8 * SLOT, directory=tmp_path) as cache:
+        future = cache.request(PrepareStore(instance=1, digests=b""), 1.0)
+        error = future.exception(0)
+        assert isinstance(error, RemoteError)
+        assert error.code == "unknown_instance"
+        assert "register again" in str(error)
+
+
+def test_after_close_everything_fails_at_once(tmp_path: Path) -> None:
+    cache = EmbeddedCache(8 * SLOT, directory=tmp_path)
+    cache.close()
+    cache.close()
+    assert cache.incarnation is None
+    assert isinstance(cache.request(Ping(), 1.0).exception(0), Closed)
+    assert os.listdir(tmp_path) == []
+
+
+def test_every_cache_is_its_own(tmp_path: Path) -> None:
+    with EmbeddedCache(SLOT, directory=tmp_path) as a, EmbeddedCache(SLOT, directory=tmp_path) as b:
+        assert a.incarnation != b.incarnation
+        assert len(os.listdir(tmp_path)) == 2
+
+
+def test_a_cache_larger_than_its_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CapacityError, match="need"):
+        EmbeddedCache(1 << 60, directory=tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_threads_share_a_cache(tmp_path: Path) -> None:
+    """Each chunk is written by exactly one of the threads that all want to write it."""
+    threads, chunks = 8, 40
+    written: list[int] = []
+
+    def worker(instance: int) -> None:
+        ask(cache, Register(instance=instance, shard=SHARD, chunk_bytes=CHUNK))
+        for index in range(chunks):
+            slots = ask(cache, PrepareStore(instance=instance, digests=bytes([index]) * 32))
+            assert isinstance(slots, StoreSlots)
+            if slots.indices:
+                ask(cache, CommitStore(instance=instance, ticket=slots.ticket))
+                written.append(index)
+
+    with EmbeddedCache(chunks * SLOT, directory=tmp_path) as cache:
+        running = [threading.Thread(target=worker, args=(i,)) for i in range(threads)]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join(30)
+        assert sorted(written) == list(range(chunks))
+        assert cache.stats()["resident"] == chunks
+
+
+def test_a_silent_worker_stays_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with EmbeddedCache(4 * SLOT, directory=tmp_path) as cache:
+        ask(cache, Register(instance=1, shard=SHARD, chunk_bytes=CHUNK))
+        monkeypatch.setattr("time.monotonic", lambda: 1e9)
+        assert isinstance(ask(cache, PrepareStore(instance=1, digests=b"")), StoreSlots)

@@ -1,0 +1,388 @@
+"""The service: one reply to every request, whatever it is, and nobody else's chunks are touched."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_kernels.errors import ConfigError
+from lmcache_kernels.transfer import messages
+from lmcache_kernels.transfer.messages import (
+    ERROR_CODES,
+    MAX_CHUNKS,
+    MAX_NAME,
+    PROTOCOL_VERSION,
+    REPLY_OF,
+    AbortStore,
+    Clear,
+    Cleared,
+    CommitRetrieve,
+    CommitStore,
+    Done,
+    EndSession,
+    ErrorReply,
+    Found,
+    Hello,
+    LoadSlots,
+    Lookup,
+    Ping,
+    Pong,
+    PrepareRetrieve,
+    PrepareStore,
+    Register,
+    Registered,
+    Reply,
+    Request,
+    StoreSlots,
+    Unregister,
+    Welcome,
+)
+from lmcache_kernels.transfer.service import CacheService
+from lmcache_kernels.transfer.slot_header import HEADER_BYTES
+
+SHARD, OTHER = b"s" * 32, b"o" * 32
+CHUNK = 1536
+SLOT = HEADER_BYTES + CHUNK
+DIGESTS = b"".join(bytes([i]) * 32 for i in range(8))
+
+
+def digests(start: int, stop: int) -> bytes:
+    return DIGESTS[32 * start : 32 * stop]
+
+
+class Cache:
+    """A service with a clock that moves when told to."""
+
+    def __init__(self, slots: int = 8, **options: float) -> None:
+        self.now = 1000.0
+        self.service = CacheService(
+            arena_name="lmcache_kernels_test",
+            arena_bytes=slots * SLOT,
+            chunk_tokens=256,
+            incarnation="first",
+            **options,
+        )
+
+    def ask(self, request: Request) -> Reply:
+        reply = self.service.handle(request, self.now)
+        assert isinstance(reply, (REPLY_OF.get(type(request), ErrorReply), ErrorReply))
+        if isinstance(reply, ErrorReply):
+            assert reply.code in ERROR_CODES
+        return reply
+
+    def code(self, request: Request) -> str:
+        reply = self.ask(request)
+        assert isinstance(reply, ErrorReply), reply
+        return reply.code
+
+    def register(self, instance: int, shard: bytes = SHARD) -> None:
+        assert self.ask(Register(instance=instance, shard=shard, chunk_bytes=CHUNK)) == Registered(
+            arena_name="lmcache_kernels_test", arena_bytes=self.service.stats()["capacity_bytes"]
+        )
+
+    def store(self, instance: int, packed: bytes) -> int:
+        slots = self.ask(PrepareStore(instance=instance, digests=packed))
+        assert isinstance(slots, StoreSlots)
+        if slots.indices:
+            assert self.ask(CommitStore(instance=instance, ticket=slots.ticket)) == Done()
+        return len(slots.indices)
+
+    def lookup(self, packed: bytes, request: str = "probe", shards: tuple = (SHARD,)) -> int:
+        found = self.ask(Lookup(request=request, shards=list(shards), digests=packed))
+        assert isinstance(found, Found)
+        return found.chunks
+
+
+@pytest.fixture
+def cache() -> Cache:
+    cache = Cache()
+    cache.register(1)
+    return cache
+
+
+# --- the good path --------------------------------------------------------------------------------
+
+
+def test_handshake() -> None:
+    cache = Cache()
+    assert cache.ask(Hello(protocol=PROTOCOL_VERSION)) == Welcome(
+        protocol=PROTOCOL_VERSION, incarnation="first", clock=1000.0, chunk_tokens=256
+    )
+    reply = cache.ask(Hello(protocol=99))
+    assert isinstance(reply, ErrorReply)
+    assert reply.code == "unsupported"
+    assert f"expected {PROTOCOL_VERSION}, got 99" in reply.message
+
+
+def test_store_lookup_retrieve(cache: Cache) -> None:
+    slots = cache.ask(PrepareStore(instance=1, digests=digests(0, 3)))
+    assert isinstance(slots, StoreSlots)
+    assert slots.indices == [0, 1, 2]
+    assert sorted(slots.offsets) == [0, SLOT, 2 * SLOT]
+    assert cache.lookup(digests(0, 4)) == 0
+    assert cache.ask(CommitStore(instance=1, ticket=slots.ticket)) == Done()
+    assert cache.lookup(digests(0, 4)) == 3
+    load = cache.ask(PrepareRetrieve(instance=1, digests=digests(0, 4)))
+    assert isinstance(load, LoadSlots)
+    assert load.offsets == slots.offsets
+    assert cache.ask(CommitRetrieve(instance=1, ticket=load.ticket)) == Done()
+    assert cache.ask(EndSession(request="probe")) == Done()
+    assert cache.ask(EndSession(request="probe")) == Done()
+    assert cache.ask(Clear()) == Cleared(chunks=3)
+    assert cache.ask(PrepareRetrieve(instance=1, digests=digests(0, 4))) == LoadSlots(
+        ticket=0, offsets=[]
+    )
+
+
+def test_lookup_needs_every_shard(cache: Cache) -> None:
+    cache.register(2, OTHER)
+    cache.store(1, digests(0, 3))
+    cache.store(2, digests(0, 2))
+    assert cache.lookup(digests(0, 4), shards=(SHARD, OTHER, SHARD)) == 2
+
+
+def test_damaged_chunks_are_not_offered_again(cache: Cache) -> None:
+    cache.store(1, digests(0, 3))
+    load = cache.ask(PrepareRetrieve(instance=1, digests=digests(0, 3)))
+    assert isinstance(load, LoadSlots)
+    bad = CommitRetrieve(instance=1, ticket=load.ticket, damaged=[3])
+    assert cache.code(bad) == "bad_request"
+    assert cache.code(msgspec.structs.replace(bad, damaged=[-1])) == "bad_request"
+    assert cache.ask(msgspec.structs.replace(bad, damaged=[1])) == Done()
+    assert cache.lookup(digests(0, 3)) == 1
+
+
+def test_clear_keeps_what_is_leased_and_staged(cache: Cache) -> None:
+    cache.store(1, digests(0, 3))
+    assert cache.lookup(digests(0, 1), "r") == 1
+    staged = cache.ask(PrepareStore(instance=1, digests=digests(4, 5)))
+    assert isinstance(staged, StoreSlots)
+    assert cache.ask(Clear()) == Cleared(chunks=2)
+    assert cache.ask(CommitStore(instance=1, ticket=staged.ticket)) == Done()
+    assert cache.lookup(digests(0, 3)) == 1
+
+
+def test_a_full_arena_makes_room_and_says_how_much(cache: Cache) -> None:
+    cache.store(1, DIGESTS)
+    new = b"".join(bytes([100 + i]) * 32 for i in range(4))
+    assert cache.store(1, new) == 4
+    assert cache.lookup(DIGESTS, "r") == 4
+    assert cache.lookup(new, "s") == 4
+    assert cache.store(1, digests(4, 8)) == 0
+    assert cache.ask(EndSession(request="s")) == Done()
+    assert cache.ask(EndSession(request="s")) == Done()
+    assert cache.store(1, digests(4, 8)) == 4
+    assert cache.lookup(DIGESTS, "t") == 8
+
+
+# --- workers --------------------------------------------------------------------------------------
+
+
+def test_ping_tells_the_truth(cache: Cache) -> None:
+    for instance, registered in ((None, False), (1, True), (2, False)):
+        assert cache.ask(Ping(instance=instance)) == Pong(
+            incarnation="first", registered=registered
+        )
+    assert cache.ask(Unregister(instance=1)) == Done()
+    assert cache.ask(Unregister(instance=1)) == Done()
+    assert cache.ask(Ping(instance=1)) == Pong(incarnation="first", registered=False)
+
+
+@pytest.mark.parametrize("how", ["silence", "unregister", "register"])
+def test_what_a_lost_worker_was_writing_is_never_seen(
+    cache: Cache, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    slots = cache.ask(PrepareStore(instance=1, digests=digests(0, 3)))
+    assert isinstance(slots, StoreSlots)
+    if how == "silence":
+        cache.now += 120
+        with caplog.at_level(logging.WARNING):
+            cache.service.tick(cache.now)
+        assert "worker 1 was silent for 120 s" in caplog.text
+        assert cache.code(CommitStore(instance=1, ticket=slots.ticket)) == "unknown_instance"
+    elif how == "unregister":
+        cache.ask(Unregister(instance=1))
+    cache.register(1)
+    assert cache.code(CommitStore(instance=1, ticket=slots.ticket)) == "unknown_ticket"
+    assert cache.lookup(digests(0, 3)) == 0
+    stats = cache.service.stats()
+    assert (stats["used_bytes"], stats["discarded"], stats["workers"]) == (0, 3, 1)
+
+
+def test_every_request_of_a_worker_keeps_it_registered(cache: Cache) -> None:
+    cache.store(1, digests(0, 1))
+    for request in (
+        Ping(instance=1),
+        PrepareStore(instance=1, digests=b""),
+        CommitStore(instance=1, ticket=77),
+        AbortStore(instance=1, ticket=77),
+        PrepareRetrieve(instance=1, digests=b""),
+        CommitRetrieve(instance=1, ticket=77),
+    ):
+        cache.now += 119
+        cache.service.tick(cache.now)
+        cache.ask(request)
+    assert cache.ask(Ping(instance=1)) == Pong(incarnation="first", registered=True)
+
+
+def test_reads_of_a_silent_worker_end(cache: Cache) -> None:
+    cache.store(1, digests(0, 2))
+    cache.ask(PrepareRetrieve(instance=1, digests=digests(0, 2)))
+    assert cache.ask(Clear()) == Cleared(chunks=0)
+    cache.now += 120
+    cache.service.tick(cache.now)
+    assert cache.ask(Clear()) == Cleared(chunks=2)
+
+
+def test_workers_of_a_shard_agree_on_its_chunks(cache: Cache) -> None:
+    assert cache.code(Register(instance=2, shard=SHARD, chunk_bytes=CHUNK + 1)) == "bad_request"
+    cache.register(2)
+    assert cache.ask(Unregister(instance=2)) == Done()
+    reply = cache.ask(Register(instance=1, shard=SHARD, chunk_bytes=CHUNK + 1))
+    assert isinstance(reply, Registered), "its own registration it may replace"
+
+
+def test_tickets_are_their_workers(cache: Cache) -> None:
+    cache.register(2)
+    slots = cache.ask(PrepareStore(instance=1, digests=digests(0, 1)))
+    assert isinstance(slots, StoreSlots)
+    assert cache.code(CommitStore(instance=2, ticket=slots.ticket)) == "unknown_ticket"
+    assert cache.code(AbortStore(instance=2, ticket=slots.ticket)) == "unknown_ticket"
+    assert cache.ask(AbortStore(instance=1, ticket=slots.ticket)) == Done()
+    assert cache.code(AbortStore(instance=1, ticket=slots.ticket)) == "unknown_ticket"
+    assert cache.code(CommitRetrieve(instance=1, ticket=0)) == "unknown_ticket"
+
+
+def test_a_write_that_takes_too_long_is_refused(cache: Cache) -> None:
+    slots = cache.ask(PrepareStore(instance=1, digests=digests(0, 1)))
+    assert isinstance(slots, StoreSlots)
+    cache.now += 600
+    assert cache.code(CommitStore(instance=1, ticket=slots.ticket)) == "unknown_ticket"
+    assert cache.lookup(digests(0, 1)) == 0
+    assert cache.store(1, digests(0, 1)) == 1
+
+
+def test_leases_end_by_themselves(cache: Cache) -> None:
+    cache.store(1, digests(0, 2))
+    cache.lookup(digests(0, 2))
+    cache.now += 299
+    assert cache.ask(Clear()) == Cleared(chunks=0)
+    cache.now += 1
+    assert cache.ask(Clear()) == Cleared(chunks=2)
+
+
+# --- bad requests ---------------------------------------------------------------------------------
+
+TOO_MANY = bytes(32) * (MAX_CHUNKS + 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "request_"),
+    [
+        ("bad_request", Register(instance=-1, shard=SHARD, chunk_bytes=1)),
+        ("bad_request", Register(instance=1 << 63, shard=SHARD, chunk_bytes=1)),
+        ("bad_request", Register(instance=1, shard=SHARD[1:], chunk_bytes=1)),
+        ("bad_request", Register(instance=1, shard=SHARD, chunk_bytes=0)),
+        ("no_space", Register(instance=1, shard=SHARD, chunk_bytes=8 * SLOT - HEADER_BYTES + 1)),
+        ("no_space", Register(instance=1, shard=SHARD, chunk_bytes=1 << 62)),
+        ("bad_request", Ping(instance=-1)),
+        ("bad_request", Unregister(instance=1 << 64)),
+        ("bad_request", Lookup(request="x" * (MAX_NAME + 1), shards=[SHARD], digests=b"")),
+        ("bad_request", Lookup(request="x", shards=[], digests=b"")),
+        ("bad_request", Lookup(request="x", shards=[SHARD, b""], digests=b"")),
+        ("bad_request", Lookup(request="x", shards=[SHARD], digests=bytes(33))),
+        ("bad_request", Lookup(request="x", shards=[SHARD], digests=TOO_MANY)),
+        ("bad_request", EndSession(request="x" * (MAX_NAME + 1))),
+        ("bad_request", PrepareStore(instance=1, digests=bytes(31))),
+        ("bad_request", PrepareStore(instance=1, digests=TOO_MANY)),
+        ("bad_request", PrepareRetrieve(instance=1, digests=bytes(31))),
+        ("bad_request", PrepareRetrieve(instance=1, digests=TOO_MANY)),
+        ("unknown_instance", PrepareStore(instance=5, digests=b"")),
+        ("unknown_instance", PrepareRetrieve(instance=5, digests=b"")),
+        ("unknown_instance", CommitStore(instance=5, ticket=1)),
+        ("unknown_instance", AbortStore(instance=5, ticket=1)),
+        ("unknown_instance", CommitRetrieve(instance=5, ticket=1)),
+        ("unsupported", Request()),
+    ],
+)
+def test_bad_requests_change_nothing(cache: Cache, code: str, request_: Request) -> None:
+    cache.store(1, digests(0, 2))
+    before = cache.service.stats()
+    assert cache.code(request_) == code
+    after = cache.service.stats()
+    assert {**after, "refused": 0} == {**before, "refused": 0}
+
+
+def test_a_chunk_as_large_as_the_arena_fits() -> None:
+    cache = Cache()
+    reply = cache.ask(Register(instance=1, shard=SHARD, chunk_bytes=8 * SLOT - HEADER_BYTES))
+    assert isinstance(reply, Registered)
+    assert cache.store(1, digests(0, 2)) == 1
+
+
+def test_a_bug_is_answered_and_logged(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> int:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(cache.service._store, "clear", broken)
+    reply = cache.ask(Clear())
+    assert reply == ErrorReply(
+        code="internal", message="Clear: ZeroDivisionError in the server; its log has the trace"
+    )
+    assert "a bug" in caplog.text
+    assert cache.service.stats()["failed"] == 1
+    assert cache.store(1, digests(0, 1)) == 1
+
+
+def test_every_request_of_the_contract_is_served() -> None:
+    assert set(Cache().service._methods) == set(REPLY_OF)
+
+
+def fields_of(kind: type[Request]) -> st.SearchStrategy[Request]:
+    number = st.sampled_from([-1, 0, 1, 2, 3, 1 << 63])
+    by_type = {
+        "int": number,
+        "int | None": st.none() | number,
+        "str": st.sampled_from(["", "a", "b" * 600]),
+        "bytes": st.sampled_from([b"", SHARD, DIGESTS, bytes(5)]),
+        "list[bytes]": st.lists(st.sampled_from([SHARD, OTHER, b""]), max_size=3),
+        "list[int]": st.lists(number, max_size=3),
+    }
+    names = {f.name: by_type[kind.__annotations__[f.name]] for f in msgspec.structs.fields(kind)}
+    return st.builds(kind, **names)
+
+
+@given(
+    requests=st.lists(
+        st.tuples(st.one_of(*map(fields_of, REPLY_OF)), st.sampled_from([0.0, 1.0, 130.0, 700.0])),
+        max_size=30,
+    )
+)
+def test_any_sequence_of_requests_gets_typed_replies(requests: list) -> None:
+    cache = Cache(slots=3)
+    cache.register(1)
+    for request, seconds in requests:
+        cache.now += seconds
+        reply = cache.ask(request)
+        assert not (isinstance(reply, ErrorReply) and reply.code == "internal")
+        assert (
+            msgspec.msgpack.decode(msgspec.msgpack.encode(reply), type=messages.AnyReply) == reply
+        )
+        cache.service.tick(cache.now)
+    for instance in (0, 1, 2, 3):
+        cache.ask(Unregister(instance=instance))
+    cache.now += 1000
+    cache.ask(Clear())
+    assert cache.service.stats()["used_bytes"] == 0
+
+
+@pytest.mark.parametrize("option", ["write_ttl", "lease_ttl", "worker_ttl"])
+def test_impossible_times_are_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match=option):
+        Cache(**{option: 0.0})
