@@ -1,1 +1,1 @@
-"""adapters/server"""
+"""The cache server as a process: run it, or start one."""

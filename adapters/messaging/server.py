@@ -1,0 +1,201 @@
+"""A cache service behind a ROUTER socket: one thread, one reply for every request."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import socket
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import zmq
+
+from lmcache_kernels.errors import LocalProtocolError
+from lmcache_kernels.transfer.messages import ErrorReply, Hello, Reply
+
+from . import wire
+from .endpoints import bind
+from .sockets import bounded_socket, receive
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lmcache_kernels.transfer.messages import Request
+
+    from .sockets import Context
+
+logger = logging.getLogger(__name__)
+
+TICK_INTERVAL = 1.0
+"""Seconds between calls of the service's ``tick``."""
+
+_ONE_TURN = 1000  # requests served before the clock is looked at again
+
+
+class Service(Protocol):
+    """What serves requests: :class:`~lmcache_kernels.transfer.service.CacheService`."""
+
+    def handle(self, request: Request, now: float) -> Reply:
+        """The reply to ``request``."""
+        ...
+
+    def tick(self, now: float) -> None:
+        """Called about once a second."""
+        ...
+
+
+@dataclass(slots=True)
+class ServerCounters:
+    """What happened since the start.
+
+    Attributes:
+        replies: sent, errors included.
+        failures: exceptions of the service, each answered with ``internal``.
+        malformed: messages that were no request.
+        undelivered: replies that their client could not or would not take.
+    """
+
+    replies: int = 0
+    failures: int = 0
+    malformed: int = 0
+    undelivered: int = 0
+
+
+class CacheServerLoop:
+    """Bound and listening once it is made; serves in :meth:`run`.
+
+    Args:
+        url: ``tcp://HOST:PORT`` with a loopback address, port 0 for any free one, or ``ipc://PATH``.
+        incarnation: random id of this server's life; requests meant for another are refused.
+        clock: monotonic seconds, as told to clients.
+
+    Attributes:
+        endpoint: where it listens.
+        counters: what happened so far.
+
+    Raises:
+        ConfigError: an address that others could reach or that cannot be bound.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        incarnation: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counters = ServerCounters()
+        self._incarnation = incarnation
+        self._clock = clock
+        self._context: Context = zmq.Context()
+        self._router = bounded_socket(self._context, zmq.ROUTER)
+        self._router.set(zmq.ROUTER_MANDATORY, 1)
+        self._stopping = False
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_sender.setblocking(False)
+        try:
+            self.endpoint = bind(self._router, url)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, service: Service) -> None:
+        """Serve until :meth:`stop`."""
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake_receiver, zmq.POLLIN)
+        tick_at = self._clock() + TICK_INTERVAL
+        while not self._stopping:
+            poller.poll(math.ceil(max(0.0, tick_at - self._clock()) * 1000))
+            for _ in range(_ONE_TURN):
+                message = receive(self._router)
+                if message is None or self._stopping:
+                    break
+                client, *frames = message
+                self._serve(service, client, frames)
+            now = self._clock()
+            if now >= tick_at:
+                tick_at = now + TICK_INTERVAL
+                self._tick(service, now)
+
+    def stop(self) -> None:
+        """Make :meth:`run` return; from any thread or signal handler, also before it is called."""
+        self._stopping = True
+        # Full: it is awake already. Closed: there is nothing to stop.
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._wake_sender.send(b"\0")
+
+    def close(self) -> None:
+        """Stop listening and drop what was not sent; after :meth:`run`, idempotent."""
+        self._router.close(0)
+        self._context.term()
+        self._wake_receiver.close()
+        self._wake_sender.close()
+
+    def __enter__(self) -> CacheServerLoop:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _serve(self, service: Service, client: bytes, frames: list[bytes]) -> None:
+        try:
+            header, request = wire.decode_request(frames)
+        except wire.MalformedMessage as error:
+            self.counters.malformed += 1
+            logger.debug("client %s sent no request: %s", client.hex(), error)
+            if error.uid is not None:
+                self._reply(client, error.uid, ErrorReply(code=error.code, message=str(error)))
+            return
+        now = self._clock()
+        if not isinstance(request, Hello) and header.incarnation != self._incarnation:
+            reply: Reply = ErrorReply(
+                code="stale_incarnation",
+                message=f"meant for server {header.incarnation!r}, this is {self._incarnation!r}",
+            )
+        elif header.deadline and now >= header.deadline:
+            reply = ErrorReply(
+                code="expired",
+                message=f"read {now - header.deadline:.3f} s after its deadline; nothing was done",
+            )
+        else:
+            reply = self._handle(service, request, now)
+        self._reply(client, header.uid, reply)
+
+    def _handle(self, service: Service, request: Request, now: float) -> Reply:
+        try:
+            return service.handle(request, now)
+        except Exception as error:
+            return self._failed(f"{type(request).__name__} could not be served", error)
+
+    def _reply(self, client: bytes, uid: int, reply: Reply) -> None:
+        try:
+            body = wire.encode_body(reply)
+        except LocalProtocolError as error:
+            body = wire.encode_body(self._failed("a reply could not be sent", error))
+        try:
+            self._router.send_multipart([client, *wire.reply_frames(uid, body)], zmq.NOBLOCK)
+            self.counters.replies += 1
+        except zmq.ZMQError as error:  # the client has gone, or does not read its replies
+            self.counters.undelivered += 1
+            logger.debug("client %s: reply %d not delivered: %s", client.hex(), uid, error)
+
+    def _failed(self, what: str, error: Exception) -> ErrorReply:
+        self.counters.failures += 1
+        if self.counters.failures.bit_count() == 1:  # the 1st, 2nd, 4th, ...: never a flood
+            logger.error(
+                "%s (failure %d since the start)", what, self.counters.failures, exc_info=error
+            )
+        return ErrorReply(
+            code="internal", message=f"{what}: {type(error).__name__}; the server's log has more"
+        )
+
+    def _tick(self, service: Service, now: float) -> None:
+        try:
+            service.tick(now)
+        except Exception as error:
+            self._failed("periodic work failed", error)

@@ -1,0 +1,33 @@
+"""``python -m lmcache_kernels.adapters.server``: a cache server without the command line's looks."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+from .main import serve
+
+
+def main() -> None:
+    """Parse the arguments and serve."""
+    parser = argparse.ArgumentParser(prog="python -m lmcache_kernels.adapters.server")
+    parser.add_argument("--host", default="127.0.0.1", help="loopback address to bind")
+    parser.add_argument("--port", type=int, default=5555, help="TCP port; 0 takes any free one")
+    parser.add_argument("--l1-size-gb", type=float, default=4.0, help="GiB of /dev/shm for chunks")
+    parser.add_argument("--chunk-size", type=int, default=256, help="tokens of one chunk")
+    parser.add_argument("--stop-on-eof", action="store_true", help="stop when standard input ends")
+    chosen = parser.parse_args()
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    serve(
+        host=chosen.host,
+        port=chosen.port,
+        size_gb=chosen.l1_size_gb,
+        chunk_size=chosen.chunk_size,
+        stop_on_eof=chosen.stop_on_eof,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The server process: an arena, a service on it, a socket, until a signal ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from lmcache_kernels.adapters.messaging.server import CacheServerLoop
+from lmcache_kernels.errors import ConfigError, KVTransferError
+from lmcache_kernels.transfer.arena import Arena
+from lmcache_kernels.transfer.service import CacheService
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+logger = logging.getLogger(__name__)
+
+READY_LINE = "lmcache-kernels: serving {url}, arena {name}, {size} bytes, chunk {chunk} tokens"
+"""What is printed once the server accepts requests; parents read it."""
+
+STARTUP_FAILED = 2
+"""Exit status when the server could not start."""
+
+
+def serve(
+    *,
+    size_gb: float,
+    host: str = "127.0.0.1",
+    port: int = 5555,
+    chunk_size: int = 256,
+    stop_on_eof: bool = False,
+) -> None:
+    """Run a cache server in the main thread until SIGTERM or SIGINT, then remove its arena.
+
+    Args:
+        size_gb: host memory for chunks, in GiB of /dev/shm.
+        host: loopback address, or ``localhost`` for 127.0.0.1.
+        port: TCP port; 0 takes any free one.
+        chunk_size: tokens of one chunk.
+        stop_on_eof: also stop when standard input ends, so that the server does not outlive a
+            parent that holds the other end.
+
+    Raises:
+        SystemExit: with status 2 and the reason on standard error, if it cannot start.
+    """
+    try:
+        _serve(size_gb, host, port, chunk_size, stop_on_eof)
+    except KVTransferError as error:
+        sys.stderr.write(f"lmcache-kernels: {error}\n")
+        raise SystemExit(STARTUP_FAILED) from error
+
+
+def _serve(size_gb: float, host: str, port: int, chunk_size: int, stop_on_eof: bool) -> None:
+    if not 0 < size_gb < math.inf:
+        raise ConfigError(f"--l1-size-gb: expected a number above 0, got {size_gb}")
+    if chunk_size < 1:
+        raise ConfigError(f"--chunk-size: expected at least 1 token, got {chunk_size}")
+    where = f"[{host}]" if ":" in host else host
+    incarnation = secrets.token_hex(16)
+    # The port comes first: a server that is there already explains why there is no memory either.
+    with (
+        CacheServerLoop(f"tcp://{where}:{port}", incarnation=incarnation) as loop,
+        _stopped_by_signals(loop.stop),
+    ):
+        if stop_on_eof:
+            threading.Thread(target=_wait_for_eof, args=(loop.stop,), daemon=True).start()
+        arena = Arena.create(int(size_gb * (1 << 30)))
+        try:
+            service = CacheService(
+                arena_name=arena.name,
+                arena_bytes=arena.nbytes,
+                chunk_tokens=chunk_size,
+                incarnation=incarnation,
+            )
+            ready = READY_LINE.format(
+                url=loop.endpoint, name=arena.name, size=arena.nbytes, chunk=chunk_size
+            )
+            sys.stdout.write(f"{ready}\n")
+            sys.stdout.flush()
+            loop.run(service)
+        finally:
+            arena.close()
+        logger.info("stopped; %s; %s", loop.counters, service.stats())
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+    before = {
+        number: signal.signal(number, lambda *_: stop())
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait_for_eof(stop: Callable[[], None]) -> None:
+    with contextlib.suppress(OSError):  # not open at all: the same as ended
+        while os.read(0, 4096):
+            pass
+    stop()
