@@ -1,0 +1,74 @@
+"""Settings: what is read, what is refused, what is said about it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from lmcache_kernels.adapters.vllm.config import ConnectorConfig
+from lmcache_kernels.errors import ConfigError
+
+
+def read(**keys):
+    return ConnectorConfig.from_extra({f"lmcache.mp.{key}": value for key, value in keys.items()})
+
+
+def test_nothing_set_gives_the_defaults():
+    for extra in (None, {}, {"other.key": 1}, {"lmcache.mp.port": None}):
+        assert ConnectorConfig.from_extra(extra) == ConnectorConfig()
+    assert ConnectorConfig().url == "tcp://localhost:5555"
+
+
+def test_values_take_the_type_of_their_default():
+    config = read(lookup_timeout="0.25", port="7000", chunk_size="512", load_async="off")
+    assert config == ConnectorConfig(
+        lookup_timeout=0.25, port=7000, chunk_size=512, load_async=False
+    )
+
+
+@pytest.mark.parametrize("text", ["1", "true", "YES", " on ", True])
+def test_what_counts_as_true(text):
+    assert read(load_async=text).load_async is True
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lookup_timeout", "abc"),
+        ("lookup_timeout", 0),
+        ("request_timeout", "inf"),
+        ("connect_timeout", -1),
+        ("heartbeat_interval", float("nan")),
+        ("port", 0),
+        ("port", 70000),
+        ("port", "x"),
+        ("chunk_size", 0),
+        ("load_async", "maybe"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_naming_its_key(key, value):
+    with pytest.raises(ConfigError, match=rf"lmcache\.mp\.{key}"):
+        read(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "tcp://127.0.0.1:5555"),
+        ("tcp://10.0.0.7", "tcp://10.0.0.7:5555"),
+    ],
+)
+def test_a_host_may_come_with_or_without_a_scheme(host, url):
+    assert read(host=host).url == url
+
+
+def test_a_typo_is_named_once_and_every_setting_is_logged(caplog):
+    caplog.set_level(logging.INFO)
+    read(chunksize=128, port=6000)
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "lmcache.mp.chunksize" in warnings[0]
+    lines = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+    assert "lmcache.mp.port = 6000 (overridden, default 5555)" in lines
+    assert "lmcache.mp.chunk_size = 256" in lines

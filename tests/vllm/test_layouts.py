@@ -1,0 +1,117 @@
+"""vLLM's registered tensors, recognised by what their specs say they hold."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lmcache_kernels.adapters.vllm.layouts import axes_of, describe_groups, group_shapes
+from lmcache_kernels.adapters.vllm.tracker import GroupShape
+from lmcache_kernels.errors import LayoutError
+
+
+class FullAttentionSpec(SimpleNamespace):
+    pass
+
+
+class MLAAttentionSpec(SimpleNamespace):
+    pass
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    pass
+
+
+class MambaSpec(SimpleNamespace):
+    pass
+
+
+def full(kind=FullAttentionSpec, heads=3, tokens=16, size=8):
+    return kind(num_kv_heads=heads, block_size=tokens, head_size=size)
+
+
+def config(*groups, num_blocks=10):
+    return SimpleNamespace(
+        num_blocks=num_blocks,
+        kv_cache_groups=[
+            SimpleNamespace(kv_cache_spec=spec, layer_names=names) for spec, names in groups
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "axes"),
+    [
+        ((10, 3, 16, 16), full(), "block head token dim"),
+        ((2, 10, 16, 3, 8), full(), "kv block token head dim"),
+        ((10, 2, 16, 3, 8), full(), "block kv token head dim"),
+        ((10, 16, 576), full(MLAAttentionSpec, heads=1, size=576), "block token dim"),
+        ((10, 1, 16, 576), full(MLAAttentionSpec, heads=1, size=576), "block head token dim"),
+    ],
+)
+def test_every_known_shape_has_its_axes(shape, spec, axes):
+    assert axes_of(torch.zeros(shape), spec, 10) == axes
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(10, 4, 16, 16), (20, 3, 8, 16), (10, 16, 3, 16), (10, 16 * 3 * 16), (3, 10, 16, 3, 8)],
+)
+def test_an_unknown_shape_is_refused_naming_it(shape):
+    with pytest.raises(LayoutError, match=r"shape \(.*\) stride \(.*0 fit"):
+        axes_of(torch.zeros(shape), full(), 10)
+
+
+def test_two_blocks_of_keys_and_values_could_be_either_and_are_refused():
+    with pytest.raises(LayoutError, match="2 fit"):
+        axes_of(torch.zeros(2, 2, 16, 3, 8), full(), 2)
+
+
+def test_layers_become_rows_and_other_shapes_planes_of_their_own():
+    spec = FullAttentionSpec(
+        block_size=16, kv_cache_specs={"a": full(), "b": full(), "c": full(heads=5)}
+    )
+    caches = {
+        "a": torch.zeros(10, 3, 16, 16),
+        "b": torch.zeros(10, 3, 16, 16),
+        "c": torch.zeros(10, 5, 16, 16),
+    }
+    (group,) = describe_groups(config((spec, ["a", "b", "c"])), caches, {})
+    assert [(plane.rows, plane.num_heads) for plane in group.planes] == [(2, 3), (1, 5)]
+    assert group.planes[0].bases == (caches["a"].data_ptr(), caches["b"].data_ptr())
+    assert (group.block_tokens, group.dtype, group.opaque) == (16, "float32", "")
+
+
+def test_pages_of_the_cpu_back_end_are_opaque_and_know_their_instruction_set():
+    caches = {"a": torch.zeros(10, 3, 16, 16)}
+    groups = {
+        isa: describe_groups(config((full(), ["a"])), caches, {"a": isa})[0]
+        for isa in ("vec", "amx")
+    }
+    plane = groups["vec"].planes[0]
+    assert (plane.block_tokens, plane.num_heads, plane.width) == (1, 1, 3 * 16 * 16 * 4)
+    assert groups["vec"].block_tokens == 16
+    assert groups["vec"].opaque != groups["amx"].opaque
+
+
+def test_pages_with_holes_cannot_be_opaque():
+    padded = torch.zeros(10, 3, 16, 20)[..., :16]
+    with pytest.raises(LayoutError, match="dense bytes"):
+        describe_groups(config((full(), ["a"])), {"a": padded}, {"a": "vec"})
+
+
+def test_a_layer_that_was_not_registered_is_named():
+    with pytest.raises(LayoutError, match="layers b"):
+        describe_groups(config((full(), ["a", "b"])), {"a": torch.zeros(10, 3, 16, 16)}, {})
+
+
+def test_groups_say_how_they_page():
+    shapes = group_shapes(config((full(), ["a"]), (full(SlidingWindowSpec, tokens=32), ["b"])))
+    assert shapes == [GroupShape(16), GroupShape(32, windowed=True)]
+
+
+def test_a_recurrent_group_is_refused_with_one_sentence():
+    with pytest.raises(LayoutError, match="KV-cache group of MambaSpec: this connector stores"):
+        group_shapes(config((full(), ["a"]), (full(MambaSpec), ["m"])))
