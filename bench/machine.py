@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import subprocess
 import sys
@@ -19,7 +20,8 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": _output("git", "rev-parse", "--short", "HEAD"),
+        # A copy of the tree without its history can be told what it is a copy of.
+        "commit": os.environ.get("BENCH_COMMIT") or _output("git", "rev-parse", "--short", "HEAD"),
         "command": " ".join(["python", "-m", "bench", *sys.argv[1:]]),
     }
     if torch.cuda.is_available():

@@ -42,9 +42,7 @@ def _main(
         typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 @app.command()
@@ -64,6 +62,7 @@ def serve(
     """Run a cache server until it is interrupted."""
     from lmcache_kernels.adapters.server.main import serve as run_server
 
+    logging.getLogger().setLevel(logging.INFO)
     run_server(host=host, port=port, size_gb=l1_size_gb, chunk_size=chunk_size)
 
 
