@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from lmcache_kernels.errors import LayoutError, RemoteProtocolError
 
 from .arena import Arena
+from .moves import ChunkMove
 from .slot_header import HEADER_BYTES, pack_header, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .messages import Registered
+    from .moves import Pairs
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +98,11 @@ class Attachment:
                 )
             previous_end = offset + span
 
-    def payload_address(self, offset: int) -> int:
-        return self._arena.address + offset + HEADER_BYTES
+    def move(self, offset: int, pairs: Pairs) -> ChunkMove:
+        """The slot's payload and the blocks it goes with."""
+        address = self._arena.address + offset + HEADER_BYTES
+        cuts = self._pinned.cuts(address, self._payload_bytes) if self._pinned is not None else ()
+        return ChunkMove(address, pairs, cuts)
 
     def erase_header(self, offset: int) -> None:
         """Before a slot is written: whoever finds it half-written must not take it for a chunk."""

@@ -34,7 +34,7 @@ from .messages import (
     StoreSlots,
     Unregister,
 )
-from .moves import ChunkMove, check_block_ids, pair_blocks
+from .moves import check_block_ids, pair_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -283,9 +283,7 @@ class EngineDrivenContext:
         moves = []
         for index, offset in zip(indices, slots.offsets, strict=True):
             arena.erase_header(offset)
-            moves.append(
-                ChunkMove(arena.payload_address(offset), pair_blocks(block_ids, self.layout, index))
-            )
+            moves.append(arena.move(offset, pair_blocks(block_ids, self.layout, index)))
         if not transfer.begin():
             raise Closed("the store was stopped before it read the cache")
         read, written = self._mover.gather(moves, after)
@@ -377,7 +375,7 @@ class EngineDrivenContext:
                         damaged.append(index)
                         break
                     pairs = pair_blocks(block_ids, self.layout, index, skip_tokens)
-                    moves.append(ChunkMove(arena.payload_address(offset), pairs))
+                    moves.append(arena.move(offset, pairs))
                 if not self._mover.scatter(moves, after).wait(DEVICE_TIMEOUT):
                     raise TransferTimeout(
                         f"the device did not finish a scatter in {DEVICE_TIMEOUT} s"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from lmcache_kernels.errors import LayoutError
 from lmcache_kernels.ids import check_ids
@@ -18,17 +18,23 @@ ABSENT = -1
 """In a list of block ids to load into: this block does not exist here, skip it."""
 
 
+Pairs: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+"""Per group, (blocks inside a chunk, block ids of the cache), equally long."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkMove:
     """One chunk between host memory and the cache.
 
     Attributes:
         address: of the chunk's payload in host memory.
-        pairs: per group, (blocks inside the chunk, block ids of the cache), equally long.
+        pairs: which blocks of the chunk are which blocks of the cache.
+        cuts: offsets inside the payload that no single copy may span.
     """
 
     address: int
-    pairs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    pairs: Pairs
+    cuts: tuple[int, ...] = ()
 
 
 class Completion(Protocol):
@@ -112,7 +118,7 @@ def check_block_ids(
 
 def pair_blocks(
     block_ids: Sequence[Sequence[int]], layout: ChunkLayout, chunk: int, skip_tokens: int = 0
-) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+) -> Pairs:
     """Per group, which blocks inside chunk number ``chunk`` go with which block ids.
 
     Blocks before ``skip_tokens`` (counted from the first chunk, rounded down to whole blocks) and

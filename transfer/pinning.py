@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 30
-"""Registered at a time: one registration of 512 GiB and more fails on current drivers."""
+"""Registered at a time: one registration of 512 GiB and more fails on current drivers. A copy must
+not span two registrations (CUDA calls it an invalid argument), see :meth:`PinnedRegion.cuts`."""
 
 _ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 
@@ -27,6 +28,7 @@ class PinnedRegion:
         import torch
 
         self._runtime = torch.cuda.cudart()
+        self._address = address
         self._pieces: list[int] = []
         self.pinned = True
         for start, size in _pieces(address, nbytes):
@@ -45,6 +47,13 @@ class PinnedRegion:
                 return
             if code == 0:
                 self._pieces.append(start)
+
+    def cuts(self, address: int, nbytes: int) -> tuple[int, ...]:
+        """Offsets inside [address, address + nbytes) where another registration begins."""
+        if not self.pinned:
+            return ()
+        first = PIECE_BYTES - (address - self._address) % PIECE_BYTES
+        return tuple(range(first, nbytes, PIECE_BYTES))
 
     def close(self) -> None:
         """Undo the registration, last piece first."""

@@ -8,6 +8,8 @@ and only short kernels touch the multiprocessors. Order is kept by events alone.
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import time
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,7 @@ import torch
 from lmcache_kernels.copying import prepare_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from lmcache_kernels.chunk_layout import ChunkLayout
     from lmcache_kernels.copying import PreparedCopy
@@ -181,10 +183,18 @@ class _Slice:
                 copy.copy(*((inside, blocks) if self._outward else (blocks, inside)))
 
     def _to_host(self, move: ChunkMove) -> None:
-        host_bytes(move.address, self._nbytes).copy_(self._memory, non_blocking=True)
+        for host, here in self._pieces(move):
+            host.copy_(here, non_blocking=True)
 
     def _from_host(self, move: ChunkMove) -> None:
-        self._memory.copy_(host_bytes(move.address, self._nbytes), non_blocking=True)
+        for host, here in self._pieces(move):
+            here.copy_(host, non_blocking=True)
+
+    def _pieces(self, move: ChunkMove) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        host = host_bytes(move.address, self._nbytes)
+        edges = (0, *move.cuts, self._nbytes)
+        for start, end in itertools.pairwise(edges):
+            yield host[start:end], self._memory[start:end]
 
 
 def _recorded(stream: torch.cuda.Stream) -> CudaCompletion:
@@ -195,6 +205,4 @@ def _recorded(stream: torch.cuda.Stream) -> CudaCompletion:
 
 def host_bytes(address: int, nbytes: int) -> torch.Tensor:
     """A uint8 tensor over host memory that someone else owns and keeps alive."""
-    import ctypes
-
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)

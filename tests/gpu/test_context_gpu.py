@@ -46,3 +46,30 @@ def test_after_a_flush_the_blocks_may_be_overwritten(connect, device):
         assert load(context, digests, [4, 5]) == 1  # noqa: F405
         assert set(oracle_chunk(cache, [4, 5]).tolist()) == {3}  # noqa: F405
     assert context.submit_store(names(1), [[0, 1]]).result.result(WAIT) == 1  # noqa: F405
+
+
+def test_chunks_across_the_borders_of_pinned_pieces_move_whole(monkeypatch, device):
+    """Memory is pinned in pieces, and no single copy may span two of them."""
+    from lmcache_kernels.transfer import pinning
+
+    monkeypatch.setattr(pinning, "PIECE_BYTES", 1 << 16)
+    cache = make_cache(  # noqa: F405
+        BY_NAME["latent"],  # noqa: F405
+        layers=4,
+        blocks=40,
+        dim=2048,
+        device=device,
+    )
+    cache.fill_random(14)
+    with spawn_server(size_gb=0.02, chunk_size=CHUNK_TOKENS) as server:  # noqa: F405
+        client = CacheClient(server.url, chunk_tokens=CHUNK_TOKENS)  # noqa: F405
+        client.wait_ready(WAIT)  # noqa: F405
+        context = plain_context(cache, client)  # noqa: F405
+        assert context.layout.nbytes > 1 << 16
+        digests = names(10)  # noqa: F405
+        ids, to = list(range(20)), list(range(20, 40))
+        assert store(context, digests, ids) == 10  # noqa: F405
+        assert load(context, digests, to) == 10  # noqa: F405
+        assert torch.equal(oracle_chunk(cache, to), oracle_chunk(cache, ids))  # noqa: F405
+        context.close()
+        client.close()
