@@ -35,14 +35,23 @@ def engines(vllm_python, tmp_path):
     """Start engines; the test ends with every one of them stopped and whole."""
     started = []
 
-    def start(model, server_url=None, *, llm=None, environment=None, by_name=False, **extra):
+    def start(
+        model,
+        server_url=None,
+        *,
+        llm=None,
+        environment=None,
+        by_name=False,
+        policy="recompute",
+        **extra,
+    ):
         connector = None
         if server_url is not None:
             host, _, port = server_url.rpartition(":")
             connector = {
                 "kv_connector": "LMCacheKernelsConnector",
                 "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
+                "kv_load_failure_policy": policy,
                 "kv_connector_extra_config": {
                     "lmcache.mp.host": host,
                     "lmcache.mp.port": int(port),

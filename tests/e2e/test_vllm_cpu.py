@@ -182,11 +182,13 @@ def test_an_engine_started_without_a_server_runs_and_picks_it_up(expected, model
 
 def test_a_server_with_another_chunk_size_is_refused_naming_both(expected, models, engines):
     with spawn_server(size_gb=0.1, chunk_size=2 * CHUNK) as server:
-        engine = engines(models / "llama", server.url)
+        engine = engines(models / "llama", server.url, policy="fail")
         assert tokens(engine.generate([PROMPTS["long"]])) == [expected["long"]]
         log = engine.log()
-        assert str(CHUNK) in log
+        assert f"chunk_size={CHUNK}" in log
         assert str(2 * CHUNK) in log
+        # A policy under which a failed load ends its request is pointed out, once.
+        assert log.count('"kv_load_failure_policy": "recompute"') == 1
         engine.reset()
         (answer,) = engine.generate([PROMPTS["long"]])
         assert (answer["cached"], answer["tokens"]) == (0, expected["long"])
