@@ -49,31 +49,41 @@ class ConnectionEvent:
 class Dealer:
     """Never blocks but in :meth:`wait`; for one thread, apart from its making.
 
-    Messages are only taken while a connection is there and go with it (ZMQ_IMMEDIATE), so that
-    none reaches a server that came later.
+    A socket serves one connection: when that ends, a new one takes its place, so that nothing it
+    still holds reaches a server that comes later. (ZMQ_IMMEDIATE would do the same, but libzmq
+    4.3 then aborts the process if it was reading a message of several frames.)
 
     Raises:
         ConfigError: a URL that cannot be connected to.
     """
 
     def __init__(self, url: str, context: Context | None) -> None:
+        self._url = url
         self._owns_context = context is None
         self._context = context if context is not None else zmq.Context()
-        self._socket = bounded_socket(self._context, zmq.DEALER)
-        self._socket.set(zmq.IMMEDIATE, 1)
-        self._socket.set(zmq.IPV6, "[" in url)  # else a name would mean its IPv6 address first
-        self._socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
-        self._socket.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.Event.HANDSHAKE_SUCCEEDED | functools.reduce(operator.or_, _CAUSES)
-        )
         try:
-            self._socket.connect(url)
+            self._open()
         except (zmq.ZMQError, TypeError) as error:
             self.close()
             raise ConfigError(
                 f"url: expected tcp://HOST:PORT or ipc://PATH, got {url!r}: {error}"
             ) from error
+
+    def _open(self) -> None:
+        self._was_connected = False
+        self._socket = bounded_socket(self._context, zmq.DEALER)
+        self._socket.set(zmq.IPV6, "[" in self._url)  # else a name would mean its IPv6 address
+        self._socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.Event.HANDSHAKE_SUCCEEDED | functools.reduce(operator.or_, _CAUSES)
+        )
+        self._socket.connect(self._url)
+
+    def _close_sockets(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
 
     def wait(self, wake: socket.socket, seconds: float | None) -> None:
         """Return when there is something to read, here or at ``wake``, or the time is over."""
@@ -95,15 +105,16 @@ class Dealer:
         while self._monitor.poll(0):
             event = zmq.Event(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"])
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self._was_connected = True
                 yield ConnectionEvent(connected=True)
             elif event in _CAUSES:
+                if self._was_connected:
+                    self._close_sockets()
+                    self._open()
                 yield ConnectionEvent(connected=False, cause=_CAUSES[event])
 
     def send(self, frames: list[bytes]) -> bool:
-        """Hand a message over; False: there is no connection, or no room."""
-        # Polling, unlike sending, always notices a connection made a moment ago.
-        if not self._socket.poll(0, zmq.POLLOUT):
-            return False
+        """Hand a message over; False: there is no room."""
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -112,8 +123,6 @@ class Dealer:
 
     def close(self) -> None:
         """Drop everything; idempotent."""
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close(0)
+        self._close_sockets()
         if self._owns_context:
             self._context.term()
