@@ -30,8 +30,6 @@ LAYOUTS = (
 SUPPORTED = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
 """KV-cache specs whose blocks hold the keys and values of consecutive tokens."""
 
-WINDOWED = ("SlidingWindowSpec",)
-
 
 def group_shapes(kv_cache_config: Any) -> list[GroupShape]:
     """How each KV-cache group pages its tokens.
@@ -48,7 +46,10 @@ def group_shapes(kv_cache_config: Any) -> list[GroupShape]:
                 f"KV-cache group of {', '.join(sorted(kinds))}: this connector stores "
                 f"{', '.join(SUPPORTED)} only; run this model without it"
             )
-        shapes.append(GroupShape(specs[0].block_size, windowed=bool(kinds & set(WINDOWED))))
+        # A full-attention spec may carry a window too, but its blocks are never freed early.
+        windows = [s.sliding_window for s in specs if type(s).__name__ == "SlidingWindowSpec"]
+        window = min(windows, default=None)
+        shapes.append(GroupShape(specs[0].block_size, window))
     return shapes
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 from typing import TYPE_CHECKING, Any
 
 from lmcache_kernels.errors import KVTransferError
@@ -74,6 +75,9 @@ class SchedulerSide:
             1 if len(self._groups) == 1 else math.lcm(*(g.block_tokens for g in self._groups))
         )
         self.shards: list[bytes] = []
+        # Request ids may be long, and other engines at the server have requests of the same id.
+        self._name = secrets.token_hex(8)
+        self._sessions = 0
         self._trackers: dict[str, RequestTracker] = {}
         self._step = StepJobs()
         self._next_job = 0
@@ -89,7 +93,7 @@ class SchedulerSide:
             if tracker is None:
                 return 0, False
         if tracker.admitted and request.status.name == "PREEMPTED":
-            self._end_session(request.request_id, tracker)
+            self._end_session(tracker)
             tracker.restart()
         tracker.local_tokens = local_tokens
         if tracker.load_failed:
@@ -99,7 +103,7 @@ class SchedulerSide:
             # blocks must not be taken for free.
             return None, False
         if tracker.hit_chunks is None:
-            hit = self._poll_lookup(request.request_id, tracker)
+            hit = self._poll_lookup(tracker)
             if hit is None:
                 return None, False
             tracker.hit_chunks = tracker.stored_chunks = hit
@@ -124,7 +128,9 @@ class SchedulerSide:
             Span(item.identifier, item.mm_position.offset, item.mm_position.length)
             for item in getattr(request, "mm_features", None) or ()
         ]
+        self._sessions += 1
         tracker = RequestTracker(
+            session=f"{self._name}-{self._sessions}",
             chain=ChunkChain(root, self._config.chunk_size, spans),
             tokens=request.all_token_ids,
             prompt_chunks=len(request.prompt_token_ids) // self._config.chunk_size,
@@ -132,7 +138,7 @@ class SchedulerSide:
         self._trackers[request.request_id] = tracker
         return tracker
 
-    def _poll_lookup(self, request_id: str, tracker: RequestTracker) -> int | None:
+    def _poll_lookup(self, tracker: RequestTracker) -> int | None:
         """Chunks found, 0 for any failure, None while the answer is on its way."""
         if tracker.lookup is None:
             if not self.shards or len(tracker.tokens) < self._config.chunk_size:
@@ -140,7 +146,7 @@ class SchedulerSide:
             digests = tracker.chain.extend(tracker.tokens)
             tracker.leased = True
             tracker.lookup = self._port.request(
-                Lookup(request=request_id, shards=self.shards, digests=b"".join(digests)),
+                Lookup(request=tracker.session, shards=self.shards, digests=b"".join(digests)),
                 self._config.lookup_timeout,
             )
         if not tracker.lookup.done():
@@ -148,7 +154,7 @@ class SchedulerSide:
         try:
             reply = tracker.lookup.result()
         except KVTransferError as error:
-            logger.debug("lookup of %s failed, taken as a miss: %s", request_id, error)
+            logger.debug("lookup failed, taken as a miss: %s", error)
             return 0
         return reply.chunks if isinstance(reply, Found) else 0
 
@@ -167,7 +173,7 @@ class SchedulerSide:
             # Blocks found in the engine's own cache are shared, not handed out again.
             self._fence_reuse(ids[tracker.local_tokens // group.block_tokens :])
         if external_tokens <= 0:
-            self._end_session(request_id, tracker)
+            self._end_session(tracker)
             return
         tracker.load = self._start_job(request_id)
         self._step.loads.append(self._load_job(tracker.load, request_id, tracker, external_tokens))
@@ -198,8 +204,10 @@ class SchedulerSide:
         last = -(-(tracker.local_tokens + tokens) // size)
         blocks = slice_blocks(tracker.block_ids, self._groups, size, first, last)
         for ids, group in zip(blocks, self._groups, strict=True):
-            if group.windowed:
+            if group.window is not None:
                 ids[:] = [ABSENT if block == 0 else block for block in ids]
+            # What is taken of the last chunk may end before the chunk does.
+            ids += [ABSENT] * ((last - first) * size // group.block_tokens - len(ids))
         return LoadJob(
             job_id=job_id,
             request_id=request_id,
@@ -266,7 +274,9 @@ class SchedulerSide:
         if last <= first or not self.shards:
             return
         tracker.stored_chunks = last
-        chunks = storable_chunks(tracker.block_ids, self._groups, size, first, last)
+        chunks = storable_chunks(
+            tracker.block_ids, self._groups, size, range(first, last), computed
+        )
         if not chunks or self._port.incarnation is None:
             return
         digests = tracker.chain.extend(tracker.tokens)
@@ -307,18 +317,18 @@ class SchedulerSide:
             tracker.load_failed = True
             tracker.stored_chunks = 0  # offer again what turned out to be missing
             logger.warning("a load of request %s failed; it is recomputed", job.request_id)
-        self._end_session(job.request_id, tracker)
+        self._end_session(tracker)
 
     def finished(self, request_id: str) -> None:
         """The request ended, whatever the reason; unknown ids are fine."""
         tracker = self._trackers.pop(request_id, None)
         if tracker is not None:
-            self._end_session(request_id, tracker)
+            self._end_session(tracker)
 
-    def _end_session(self, request_id: str, tracker: RequestTracker) -> None:
+    def _end_session(self, tracker: RequestTracker) -> None:
         if tracker.leased:
             tracker.leased = False
-            self._port.request(EndSession(request=request_id), self._config.request_timeout)
+            self._port.request(EndSession(request=tracker.session), self._config.request_timeout)
 
     @property
     def has_running_jobs(self) -> bool:

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 class GroupShape:
     """How one KV-cache group of the engine pages its tokens.
 
-    ``windowed``: block id 0 stands for a block that left the attention window.
+    ``window``: tokens its layers look back, None for all. The engine frees blocks that left the
+    window while the request runs, without saying so, and lists them as block 0 from then on.
     """
 
     block_tokens: int
-    windowed: bool = False
+    window: int | None = None
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class RequestTracker:
     """One request from its first lookup to its end.
 
     Attributes:
+        session: its name at the server, unique among all engines there.
         chain: digests of its chunks.
         tokens: all its tokens; a live view that grows.
         prompt_chunks: whole chunks of the prompt; later ones are not stored.
@@ -44,6 +46,7 @@ class RequestTracker:
         admitted: blocks were allocated since the last lookup.
     """
 
+    session: str
     chain: ChunkChain
     tokens: Sequence[int]
     prompt_chunks: int
@@ -107,17 +110,20 @@ def storable_chunks(
     block_ids: Sequence[Sequence[int]],
     groups: Sequence[GroupShape],
     chunk_tokens: int,
-    first: int,
-    last: int,
+    chunks: range,
+    computed_tokens: int,
 ) -> list[int]:
-    """Chunks of [first, last) whose blocks are all there: a chunk with a block that left the
-    attention window cannot be stored whole."""
+    """Those of ``chunks`` that can be stored whole in a step that starts at ``computed_tokens``.
+
+    A chunk any of whose blocks has left a window cannot: its block may be someone else's by now.
+    """
     return [
         chunk
-        for chunk in range(first, last)
+        for chunk in chunks
         if not any(
-            g.windowed and 0 in ids
-            for g, ids in zip(
+            group.window is not None
+            and (chunk * chunk_tokens < computed_tokens - group.window + 1 or 0 in ids)
+            for group, ids in zip(
                 groups,
                 slice_blocks(block_ids, groups, chunk_tokens, chunk, chunk + 1),
                 strict=True,

@@ -213,14 +213,18 @@ def test_preempted_requests_answer_the_same_and_leave_good_chunks(models, server
 def test_a_model_with_sliding_windows_stores_and_loads_every_group(models, engines):
     """Several KV-cache groups with block tables of their own; damage fails the whole request."""
     ids = prompt(300, seed=30)
+    whole = prompt(4 * CHUNK, seed=31)
     plain = engines(models / "sliding")
-    (wanted,) = tokens(plain.generate([ids]))
+    wanted, wanted_whole = tokens(plain.generate([ids, whole]))
     with spawn_server(size_gb=0.2, chunk_size=CHUNK) as server:
         first = engines(models / "sliding", server.url)
-        assert tokens(first.generate([ids])) == [wanted]
+        assert tokens(first.generate([ids, whole])) == [wanted, wanted_whole]
         second = engines(models / "sliding", server.url)
         (warm,) = second.generate([ids])
         assert (warm["cached"], warm["tokens"]) == (4 * CHUNK, wanted)
+        (warm,) = second.generate([whole])
+        # Of a full hit, the last block is left to compute.
+        assert (warm["cached"], warm["tokens"]) == (4 * CHUNK - 32, wanted_whole)
         damage_headers(server)
         second.reset()
         (hurt,) = second.generate([ids])

@@ -108,8 +108,10 @@ def test_a_layer_that_was_not_registered_is_named():
 
 
 def test_groups_say_how_they_page():
-    shapes = group_shapes(config((full(), ["a"]), (full(SlidingWindowSpec, tokens=32), ["b"])))
-    assert shapes == [GroupShape(16), GroupShape(32, windowed=True)]
+    sliding = full(SlidingWindowSpec, tokens=32)
+    sliding.sliding_window = 96
+    shapes = group_shapes(config((full(), ["a"]), (sliding, ["b"])))
+    assert shapes == [GroupShape(16), GroupShape(32, window=96)]
 
 
 def test_a_recurrent_group_is_refused_with_one_sentence():
