@@ -6,20 +6,16 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.errors import (
     Closed,
-    KVTransferError,
     LayoutError,
-    PeerGone,
-    RemoteError,
     RemoteProtocolError,
     TransferTimeout,
 )
 
-from .attachment import Attachment
 from .host_mover import HostMover
 from .messages import (
     AbortStore,
@@ -29,79 +25,25 @@ from .messages import (
     LoadSlots,
     PrepareRetrieve,
     PrepareStore,
-    Register,
-    Registered,
     StoreSlots,
-    Unregister,
 )
 from .moves import check_block_ids, pair_blocks
+from .registration import Registration
+from .store_transfer import StoreTransfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lmcache_kernels.plane import CacheGroup
 
-    from .messages import Reply, Request
+    from .attachment import Attachment
     from .moves import Completion, Mover
     from .port import CachePort
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R", bound="Reply")
-
 DEVICE_TIMEOUT = 60.0
 """Seconds after which queued device work counts as lost; 60 s of link is 3 TB."""
-
-
-class StoreTransfer:
-    """A submitted store. ``result``: chunks this store published, present ones not counted.
-
-    Until the gather has read the blocks, :meth:`EngineDrivenContext.flush` can still stop it.
-    """
-
-    def __init__(self) -> None:
-        self.result: Future[int] = Future()
-        self._lock = threading.Lock()
-        self._begun = False
-        self._wanted = True
-        self._read: Completion | None = None
-        self._launched = threading.Event()
-
-    def begin(self) -> bool:
-        """The gather is about to be launched; False when the store was stopped before."""
-        with self._lock:
-            self._begun = self._wanted
-            return self._begun
-
-    def launched(self, read: Completion) -> None:
-        """Every gather was launched; ``read`` tells when they have read."""
-        self._read = read
-        self._launched.set()
-
-    def over(self) -> None:
-        """No gather is running and none will be launched."""
-        self._launched.set()
-
-    def stop(self) -> bool:
-        """Stop the store unless its gather began; True when no gather runs or will run."""
-        with self._lock:
-            if not self._begun:
-                self._wanted = False
-            return not self._begun
-
-    def discard(self) -> None:
-        """Whatever the gather read is not to be published."""
-        self._wanted = False
-
-    @property
-    def wanted(self) -> bool:
-        return self._wanted
-
-    def wait_read(self, timeout: float) -> bool:
-        """Wait until no gather of this store reads the cache any more."""
-        if not self._launched.wait(timeout):
-            return False
-        return self._read is None or self._read.wait(timeout)
 
 
 class EngineDrivenContext:
@@ -143,11 +85,15 @@ class EngineDrivenContext:
         self.layout = ChunkLayout.of(self.groups, chunk_tokens)
         self.shard = shard(self.layout)
         self._instance = instance
-        self._port = port
-        self._timeout = timeout
         self._mover = _mover_for(self.groups, self.layout, max_programs)
-        self._attachment: Attachment | None = None
-        self._attach_lock = threading.Lock()  # held while a registration is awaited
+        self._server = Registration(
+            port,
+            instance=instance,
+            shard=self.shard,
+            payload_bytes=self.layout.nbytes,
+            pin=not self._mover.synchronous,
+            timeout=timeout,
+        )
         self._lock = threading.Lock()  # never held across a wait: submits take it
         self._closed = False
         self._stores: set[StoreTransfer] = set()
@@ -168,45 +114,7 @@ class EngineDrivenContext:
         Raises:
             KVTransferError: no server, a refused registration, or an arena that cannot be attached.
         """
-        self._attached().release()
-
-    def _attached(self) -> Attachment:
-        """The current server's arena, held; the caller releases it."""
-        with self._attach_lock:
-            if self._closed:
-                raise Closed("the transfer context is closed")
-            incarnation = self._port.incarnation
-            if incarnation is None:
-                raise PeerGone("no cache server is connected")
-            current = self._attachment
-            if current is None or current.incarnation != incarnation:
-                reply = self._ask(
-                    Register(
-                        instance=self._instance,
-                        shard=self.shard,
-                        chunk_bytes=self.layout.nbytes,
-                    ),
-                    Registered,
-                )
-                fresh = Attachment(
-                    reply,
-                    incarnation=incarnation,
-                    shard=self.shard,
-                    payload_bytes=self.layout.nbytes,
-                    pin=not self._mover.synchronous,
-                )
-                self._attachment = fresh
-                if current is not None:
-                    current.retire()
-                current = fresh
-            current.hold()
-            return current
-
-    def _forget_registration(self) -> None:
-        with self._attach_lock:
-            stale, self._attachment = self._attachment, None
-        if stale is not None:
-            stale.retire()
+        self._server.attached().release()
 
     # --- store ------------------------------------------------------------------------------------
 
@@ -245,9 +153,9 @@ class EngineDrivenContext:
         try:
             if not digests:
                 return 0
-            arena = self._attached()
+            arena = self._server.attached()
             try:
-                slots = self._ask_registered(
+                slots = self._server.ask_as_worker(
                     PrepareStore(instance=self._instance, digests=b"".join(digests)), StoreSlots
                 )
                 if not slots.indices:
@@ -255,7 +163,7 @@ class EngineDrivenContext:
                 try:
                     return self._fill_slots(transfer, arena, slots, digests, block_ids, after)
                 except BaseException:
-                    self._tell(AbortStore(instance=self._instance, ticket=slots.ticket))
+                    self._server.tell(AbortStore(instance=self._instance, ticket=slots.ticket))
                     raise
             finally:
                 arena.release()
@@ -294,7 +202,7 @@ class EngineDrivenContext:
             raise Closed("the blocks were reused while the store read them")
         for index, offset in zip(indices, slots.offsets, strict=True):
             arena.write_header(offset, digests[index])
-        self._ask(CommitStore(instance=self._instance, ticket=slots.ticket), Done)
+        self._server.ask(CommitStore(instance=self._instance, ticket=slots.ticket), Done)
         return len(indices)
 
     def flush(self, transfers: Sequence[StoreTransfer], timeout: float = DEVICE_TIMEOUT) -> None:
@@ -359,9 +267,9 @@ class EngineDrivenContext:
     ) -> int:
         if not digests:
             return 0
-        arena = self._attached()
+        arena = self._server.attached()
         try:
-            slots = self._ask_registered(
+            slots = self._server.ask_as_worker(
                 PrepareRetrieve(instance=self._instance, digests=b"".join(digests)), LoadSlots
             )
             if not slots.offsets:
@@ -387,7 +295,7 @@ class EngineDrivenContext:
                         return index
                 return len(moves)
             finally:
-                self._tell(
+                self._server.tell(
                     CommitRetrieve(instance=self._instance, ticket=slots.ticket, damaged=damaged)
                 )
         finally:
@@ -414,28 +322,6 @@ class EngineDrivenContext:
         except RuntimeError:
             result.set_exception(Closed("the transfer context is closed"))
 
-    def _ask(self, message: Request, reply_type: type[R]) -> R:
-        # The port keeps the deadline; the second bound only guards against a port that does not.
-        reply = self._port.request(message, self._timeout).result(self._timeout + 1.0)
-        if not isinstance(reply, reply_type):
-            raise RemoteProtocolError(
-                f"reply to {type(message).__name__}: expected {reply_type.__name__}, "
-                f"got {type(reply).__name__}"
-            )
-        return reply
-
-    def _ask_registered(self, message: Request, reply_type: type[R]) -> R:
-        try:
-            return self._ask(message, reply_type)
-        except RemoteError as error:
-            if error.code == "unknown_instance":
-                self._forget_registration()
-            raise
-
-    def _tell(self, message: Request) -> None:
-        """Send without waiting: the server also finds out by itself, later."""
-        self._port.request(message, self._timeout)
-
     def close(self, timeout: float = 5.0) -> None:
         """Stop what has not begun, wait for what has, unregister, let go of the arena."""
         with self._lock:
@@ -448,15 +334,7 @@ class EngineDrivenContext:
         for executor in self._executors.values():
             if executor is not None:
                 executor.shutdown(wait=True)
-        with self._attach_lock:
-            attachment, self._attachment = self._attachment, None
-        if attachment is not None:
-            if self._port.incarnation == attachment.incarnation:
-                try:
-                    self._port.request(Unregister(instance=self._instance), timeout).result(timeout)
-                except (KVTransferError, TimeoutError) as error:
-                    logger.info("could not unregister: %s", error)
-            attachment.retire()
+        self._server.close(timeout)
         self._mover.close()
 
 

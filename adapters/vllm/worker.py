@@ -14,7 +14,8 @@ from .jobs import StepReport
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from lmcache_kernels.transfer.context import EngineDrivenContext, StoreTransfer
+    from lmcache_kernels.transfer.context import EngineDrivenContext
+    from lmcache_kernels.transfer.store_transfer import StoreTransfer
 
     from .jobs import LoadJob, StepJobs
 
