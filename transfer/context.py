@@ -13,7 +13,7 @@ from lmcache_kernels.errors import (
     Closed,
     LayoutError,
     RemoteProtocolError,
-    TransferTimeout,
+    TransferFailed,
 )
 
 from .host_mover import HostMover
@@ -162,6 +162,8 @@ class EngineDrivenContext:
                     return 0
                 try:
                     return self._fill_slots(transfer, arena, slots, digests, block_ids, after)
+                except TransferFailed:
+                    raise  # the device may still write into the slots: only time gives them back
                 except BaseException:
                     self._server.tell(AbortStore(instance=self._instance, ticket=slots.ticket))
                     raise
@@ -197,7 +199,7 @@ class EngineDrivenContext:
         read, written = self._mover.gather(moves, after)
         transfer.launched(read)
         if not written.wait(DEVICE_TIMEOUT):
-            raise TransferTimeout(f"the device did not finish a gather in {DEVICE_TIMEOUT} s")
+            raise TransferFailed(f"the device did not finish a gather in {DEVICE_TIMEOUT} s")
         if not transfer.wanted:
             raise Closed("the blocks were reused while the store read them")
         for index, offset in zip(indices, slots.offsets, strict=True):

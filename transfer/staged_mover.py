@@ -126,19 +126,28 @@ class _Direction:
                 self._open()
             if isinstance(after, CudaCompletion):
                 self._kernels.wait_event(after.event)
-            for move in moves:
-                slice_ = self._slices[self._next]
-                self._next = (self._next + 1) % SLICES
-                first, second = (
-                    (self._kernels, self._link) if self._outward else (self._link, self._kernels)
-                )
-                for stream, step in ((first, slice_.fill), (second, slice_.drain)):
-                    stream.wait_event(slice_.last)
-                    with torch.cuda.stream(stream):
-                        step(move)
-                    slice_.last = torch.cuda.Event()
-                    slice_.last.record(stream)
+            try:
+                for move in moves:
+                    self._queue(move)
+            except BaseException:
+                # What was queued before still uses the blocks and the host memory.
+                self._kernels.synchronize()
+                self._link.synchronize()
+                raise
             return _recorded(self._kernels), _recorded(self._link)
+
+    def _queue(self, move: ChunkMove) -> None:
+        slice_ = self._slices[self._next]
+        self._next = (self._next + 1) % SLICES
+        first, second = (
+            (self._kernels, self._link) if self._outward else (self._link, self._kernels)
+        )
+        for stream, step in ((first, slice_.fill), (second, slice_.drain)):
+            stream.wait_event(slice_.last)
+            with torch.cuda.stream(stream):
+                step(move)
+            slice_.last = torch.cuda.Event()
+            slice_.last.record(stream)
 
     def release(self) -> None:
         for slice_ in self._slices:
