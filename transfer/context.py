@@ -287,7 +287,7 @@ class EngineDrivenContext:
                     pairs = pair_blocks(block_ids, self.layout, index, skip_tokens)
                     moves.append(arena.move(offset, pairs))
                 if not self._mover.scatter(moves, after).wait(DEVICE_TIMEOUT):
-                    raise TransferTimeout(
+                    raise TransferFailed(
                         f"the device did not finish a scatter in {DEVICE_TIMEOUT} s"
                     )
                 # Whoever reuses a slot erases its header first. One that still stands shows that we

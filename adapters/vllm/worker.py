@@ -101,7 +101,7 @@ class WorkerSide:
         self._over(job.job_id)
         try:
             loaded = future.result()
-        except (KVTransferError, OSError) as error:
+        except Exception as error:  # whatever it was, recomputing is right
             logger.warning("load for request %s failed: %s", job.request_id, error)
             loaded = 0
         if job.digests and loaded == len(job.digests):
