@@ -3,15 +3,17 @@
 ======== ============================================ ==============================================
 state    meaning                                      left by
 ======== ============================================ ==============================================
-staged   its writer is filling it; nobody else is     publish -> idle; discard -> slot free
-         offered it
-idle     resident, nobody holds it                    hold -> held; evict, drop_idle -> slot free
-held     resident, some lease or reader holds it      last release -> idle; unlist -> unlisted
-unlisted not found any more, but somebody may still   last release -> slot free
-         be reading the slot
+staged   its writer is filling it and counts as its   publish -> idle; discard -> slot free;
+         holder; nobody else is offered it            clear -> unlisted
+idle     resident, nobody holds it                    hold -> held; evict, clear -> slot free
+held     resident, some lease or reader holds it      last release -> idle; unlist, clear -> unlisted
+unlisted not found any more and never again, but      last release, publish, discard -> slot free
+         somebody may still be reading the slot, or
+         writing into it
 ======== ============================================ ==============================================
 
-Only idle chunks are evicted, the least recently released first.
+Only idle chunks are evicted, the least recently released first. The key of an unlisted chunk may be
+staged again meanwhile, in another slot.
 """
 
 from __future__ import annotations
@@ -36,12 +38,13 @@ class Chunk:
     key: ChunkKey
     offset: int
     slot_bytes: int
+    holders: int = 1  # leases and reads; at first its writer
+    listed: bool = True
     resident: bool = False
-    holders: int = 0
 
 
 class ChunkTable:
-    """The chunks in a capacity; every operation costs O(1) amortised a chunk.
+    """The chunks in a capacity; all but :meth:`clear` cost O(1) amortised for each chunk named.
 
     Args:
         capacity_bytes: of all slots together.
@@ -78,21 +81,26 @@ class ChunkTable:
         while (offset := self.slots.allocate(nbytes)) is None:
             if not self._idle or self.slots.free_bytes + self._idle_bytes < slot_bytes:
                 return None
-            self._drop_first()
+            _, idle = self._idle.popitem(last=False)
+            self._idle_bytes -= idle.slot_bytes
+            self.unlist(idle)
+            self.slots.free(idle.offset)
             self.evicted += 1
         chunk = self._listed[key] = Chunk(key, offset, slot_bytes)
         return chunk
 
-    def publish(self, staged: Sequence[Chunk]) -> None:
-        for chunk in staged:
+    def publish(self, written: Sequence[Chunk]) -> int:
+        """Their writer is done: those that are still listed can be found; how many those are."""
+        for chunk in written:
             chunk.resident = True
-        self.hold(staged)
-        self.release(staged)
+        self.release(written)
+        return sum(chunk.listed for chunk in written)
 
-    def discard(self, staged: Iterable[Chunk]) -> None:
-        for chunk in staged:
-            del self._listed[chunk.key]
-            self.slots.free(chunk.offset)
+    def discard(self, written: Sequence[Chunk]) -> None:
+        """Their writer gave up."""
+        for chunk in written:
+            self.unlist(chunk)
+        self.release(written)
 
     def hold(self, chunks: Iterable[Chunk]) -> None:
         """One more holder for each."""
@@ -107,7 +115,7 @@ class ChunkTable:
             chunk.holders -= 1
             if chunk.holders:
                 continue
-            if self._listed.get(chunk.key) is chunk:
+            if chunk.listed:
                 self._idle[chunk.key] = chunk
                 self._idle_bytes += chunk.slot_bytes
             else:
@@ -115,20 +123,21 @@ class ChunkTable:
 
     def unlist(self, held: Chunk) -> bool:
         """Let nobody find this chunk again; False when that was so before."""
-        if self._listed.get(held.key) is not held:
+        if not held.listed:
             return False
+        held.listed = False
         del self._listed[held.key]
         return True
 
-    def drop_idle(self) -> int:
-        """Drop every idle chunk; how many there were."""
-        count = len(self._idle)
-        while self._idle:
-            self._drop_first()
-        return count
+    def clear(self, shards: Iterable[bytes]) -> int:
+        """Unlist every chunk of ``shards``, or of any when there are none; how many were resident.
 
-    def _drop_first(self) -> None:
-        key, chunk = self._idle.popitem(last=False)
-        self._idle_bytes -= chunk.slot_bytes
-        del self._listed[key]
-        self.slots.free(chunk.offset)
+        It looks at every listed chunk.
+        """
+        wanted = frozenset(shards)
+        cleared = [c for (shard, _), c in self._listed.items() if not wanted or shard in wanted]
+        self.hold(cleared)  # so that the slots of idle ones are freed by the release
+        for chunk in cleared:
+            self.unlist(chunk)
+        self.release(cleared)
+        return sum(chunk.resident for chunk in cleared)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from lmcache_kernels.chunk_layout import ChunkLayout
@@ -97,6 +97,7 @@ class EngineDrivenContext:
         self._lock = threading.Lock()  # never held across a wait: submits take it
         self._closed = False
         self._stores: set[StoreTransfer] = set()
+        self._queued: set[Future[None]] = set()
         # One thread a direction: a load never waits behind a store, and order within a direction
         # is the order of submission. A synchronous mover works on the caller's thread instead.
         self._executors = {
@@ -136,6 +137,7 @@ class EngineDrivenContext:
         transfer = StoreTransfer()
         with self._lock:
             self._stores.add(transfer)
+        transfer.result.add_done_callback(lambda _: self._store_over(transfer))
         after = self._mover.ready()
         ids = [list(group) for group in block_ids]
         self._run(
@@ -150,29 +152,29 @@ class EngineDrivenContext:
         block_ids: list[list[int]],
         after: Completion | None,
     ) -> int:
+        if not digests:
+            return 0
+        arena = self._server.attached()
         try:
-            if not digests:
+            slots = self._server.ask_as_worker(
+                PrepareStore(instance=self._instance, digests=b"".join(digests)), StoreSlots
+            )
+            if not slots.indices:
                 return 0
-            arena = self._server.attached()
             try:
-                slots = self._server.ask_as_worker(
-                    PrepareStore(instance=self._instance, digests=b"".join(digests)), StoreSlots
-                )
-                if not slots.indices:
-                    return 0
-                try:
-                    return self._fill_slots(transfer, arena, slots, digests, block_ids, after)
-                except TransferFailed:
-                    raise  # the device may still write into the slots: only time gives them back
-                except BaseException:
-                    self._server.tell(AbortStore(instance=self._instance, ticket=slots.ticket))
-                    raise
-            finally:
-                arena.release()
+                return self._fill_slots(transfer, arena, slots, digests, block_ids, after)
+            except TransferFailed:
+                raise  # the device may still write into the slots: only time gives them back
+            except BaseException:
+                self._server.tell(AbortStore(instance=self._instance, ticket=slots.ticket))
+                raise
         finally:
-            transfer.over()
-            with self._lock:
-                self._stores.discard(transfer)
+            arena.release()
+
+    def _store_over(self, transfer: StoreTransfer) -> None:
+        transfer.over()
+        with self._lock:
+            self._stores.discard(transfer)
 
     def _fill_slots(
         self,
@@ -286,10 +288,11 @@ class EngineDrivenContext:
                         break
                     pairs = pair_blocks(block_ids, self.layout, index, skip_tokens)
                     moves.append(arena.move(offset, pairs))
-                if not self._mover.scatter(moves, after).wait(DEVICE_TIMEOUT):
-                    raise TransferFailed(
-                        f"the device did not finish a scatter in {DEVICE_TIMEOUT} s"
-                    )
+                written = self._mover.scatter(moves, after)
+                while not written.wait(DEVICE_TIMEOUT):
+                    # The one wait without an end: whoever was told that the load is over would give
+                    # its blocks to others while the device may still write into them.
+                    logger.error("the device has not finished a scatter in %s s", DEVICE_TIMEOUT)
                 # Whoever reuses a slot erases its header first. One that still stands shows that we
                 # held the slot all along, also if the server had given us up meanwhile.
                 for index, offset in enumerate(slots.offsets[: len(moves)]):
@@ -320,12 +323,25 @@ class EngineDrivenContext:
             task()
             return
         try:
-            executor.submit(task)
+            queued = executor.submit(task)
         except RuntimeError:
             result.set_exception(Closed("the transfer context is closed"))
+            return
+        with self._lock:
+            self._queued.add(queued)
+        queued.add_done_callback(lambda _: self._task_over(queued, result))
+
+    def _task_over(self, queued: Future[None], result: Future[Any]) -> None:
+        with self._lock:
+            self._queued.discard(queued)
+        if queued.cancelled():
+            result.set_exception(Closed("the transfer context was closed before this began"))
 
     def close(self, timeout: float = 5.0) -> None:
-        """Stop what has not begun, wait for what has, unregister, let go of the arena."""
+        """Drop what has not begun, wait for what has, unregister, let go of the arena.
+
+        Takes at most about twice ``timeout`` seconds; work that goes on longer keeps its memory.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -335,9 +351,15 @@ class EngineDrivenContext:
             transfer.stop()
         for executor in self._executors.values():
             if executor is not None:
-                executor.shutdown(wait=True)
+                executor.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            queued = list(self._queued)
+        unfinished = wait(queued, timeout).not_done
         self._server.close(timeout)
-        self._mover.close()
+        if unfinished:
+            logger.warning("%d transfers still run %s s after close", len(unfinished), timeout)
+        else:
+            self._mover.close()
 
 
 def _mover_for(

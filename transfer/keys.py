@@ -55,7 +55,13 @@ def root_digest(
 
 
 def shard_id(
-    fingerprint: bytes, *, index: int, count: int, stage: int = 0, stages: int = 1
+    fingerprint: bytes,
+    *,
+    index: int,
+    count: int,
+    stage: int = 0,
+    stages: int = 1,
+    layers: Sequence[Sequence[str]] = (),
 ) -> bytes:
     """The id of a slice of the cache.
 
@@ -63,7 +69,9 @@ def shard_id(
         fingerprint: of the canonical chunk.
         index, count: which of how many slices of the KV heads; a cache that every tensor-parallel
             rank holds whole (MLA) is slice 0 of 1 on all of them.
-        stage, stages: which of how many pipeline stages, i.e. which layers.
+        stage, stages: which of how many pipeline stages.
+        layers: names of the layers of each group in the order of their rows, so that engines that
+            group or order the layers of a model differently never mix them up.
 
     Raises:
         ConfigError: an index that is not below its count.
@@ -71,7 +79,15 @@ def shard_id(
     for name, value, limit in (("index", index, count), ("stage", stage, stages)):
         if not 0 <= value < limit:
             raise ConfigError(f"shard {name}: expected 0 <= {name} < {limit}, got {value}")
-    return _hash(["lmcache-kernels shard", KEY_VERSION, fingerprint, index, count, stage, stages])
+    return _hash(
+        [
+            "lmcache-kernels shard",
+            KEY_VERSION,
+            fingerprint,
+            [index, count, stage, stages],
+            [list(group) for group in layers],
+        ]
+    )
 
 
 class ChunkChain:

@@ -135,11 +135,18 @@ class EndSession(Request, frozen=True, kw_only=True):
     request: str
 
 
-class Clear(Request, frozen=True):
-    """Drop every chunk that nobody is reading or writing."""
+class Clear(Request, frozen=True, kw_only=True):
+    """Let nothing that was stored for ``shards`` until now (none named: for any) be found again.
+
+    Chunks in use go when the last user is done with them; what is being written is not published.
+    """
+
+    shards: list[bytes] = []
 
 
 class Cleared(Reply, frozen=True, kw_only=True):
+    """How many chunks were found before and are not any more."""
+
     chunks: int
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,8 @@ class PinnedRegion:
         self.pinned = True
         for start, size in _pieces(address, nbytes):
             code = int(self._runtime.cudaHostRegister(start, size, 0))
+            if code:
+                _forget_cuda_error()
             if code not in (0, _ALREADY_REGISTERED):
                 self.close()
                 self.pinned = False
@@ -59,6 +62,15 @@ class PinnedRegion:
         """Undo the registration, last piece first."""
         while self._pieces:
             self._runtime.cudaHostUnregister(self._pieces.pop())
+
+
+def _forget_cuda_error() -> None:
+    """CUDA keeps the error of a failed call for whoever asks next, which would be a kernel launch."""
+    import torch
+
+    version = (torch.version.cuda or "").split(".")[0]
+    runtime = ctypes.CDLL(f"libcudart.so.{version}")  # the one torch has loaded
+    runtime.cudaGetLastError()
 
 
 def _pieces(address: int, nbytes: int) -> Iterator[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, TypeVar
 
 from lmcache_kernels.errors import (
@@ -130,7 +131,8 @@ class Registration:
             return
         if self._port.incarnation == attachment.incarnation:
             try:
-                self._port.request(Unregister(instance=self._instance), timeout).result(timeout)
-            except (KVTransferError, TimeoutError) as error:
+                done = self._port.request(Unregister(instance=self._instance), timeout)
+                done.result(timeout + 1.0)  # as in ask
+            except (KVTransferError, FutureTimeout) as error:
                 logger.info("could not unregister: %s", error)
         attachment.retire()

@@ -43,7 +43,7 @@ from .request_checks import (
     unique_shards,
 )
 from .slot_header import HEADER_BYTES
-from .store import LEASE_TTL, WRITE_TTL, ChunkStore
+from .store import LEASE_TTL, READ_TTL, WRITE_TTL, ChunkStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,6 +77,7 @@ class CacheService:
         incarnation: random id of this server's life.
         write_ttl: seconds a worker has to commit a store.
         lease_ttl: seconds a lookup keeps its chunks.
+        read_ttl: seconds a worker has to end a retrieve.
         worker_ttl: seconds after which a silent worker is dropped with all it was doing.
 
     Raises:
@@ -92,12 +93,15 @@ class CacheService:
         incarnation: str,
         write_ttl: float = WRITE_TTL,
         lease_ttl: float = LEASE_TTL,
+        read_ttl: float = READ_TTL,
         worker_ttl: float = WORKER_TTL,
     ) -> None:
         self._arena = Registered(arena_name=arena_name, arena_bytes=arena_bytes)
         self._chunk_tokens = chunk_tokens
         self._incarnation = incarnation
-        self._store = ChunkStore(arena_bytes, write_ttl=write_ttl, lease_ttl=lease_ttl)
+        self._store = ChunkStore(
+            arena_bytes, write_ttl=write_ttl, lease_ttl=lease_ttl, read_ttl=read_ttl
+        )
         self._workers: Expiring[int, _Worker] = Expiring(worker_ttl, "worker_ttl")
         self._refused = 0
         self._failed = 0
@@ -145,7 +149,7 @@ class CacheService:
             )
 
     def tick(self, now: float) -> None:
-        """Drop silent workers and end leases and writers whose time is up; call every few seconds."""
+        """Drop silent workers and end what has taken too long; call every few seconds."""
         for instance, _ in self._workers.expire(now):
             self._store.drop_owner(instance)
             logger.warning(
@@ -240,7 +244,8 @@ class CacheService:
         return Done()
 
     def _clear(self, request: Clear, now: float) -> Reply:
-        return Cleared(chunks=self._store.clear(now))
+        shards = unique_shards(request.shards) if request.shards else []
+        return Cleared(chunks=self._store.clear(shards, now))
 
     # --- transfers --------------------------------------------------------------------------------
 
@@ -305,6 +310,6 @@ class CacheService:
 def _unknown_ticket(what: str, request: CommitStore | AbortStore | CommitRetrieve) -> RefusedError:
     return RefusedError(
         "unknown_ticket",
-        f"{what} {request.ticket} of worker {request.instance}: not known; ended, expired, or "
-        "never prepared",
+        f"{what} {request.ticket} of worker {request.instance}: not known; ended, expired, "
+        "cleared, or never prepared",
     )

@@ -109,9 +109,8 @@ class _Direction:
         self._next = 0
 
     def _open(self) -> None:
-        # 0 is the lowest priority there is, so the model's kernels go first.
-        self._kernels = torch.cuda.Stream(self._device, priority=0)
-        self._link = torch.cuda.Stream(self._device, priority=0)
+        self._kernels = torch.cuda.Stream(self._device)
+        self._link = torch.cuda.Stream(self._device)
         self._slices = [
             _Slice(self._groups, self._layout, self._max_programs, outward=self._outward)
             for _ in range(SLICES)

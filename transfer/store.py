@@ -4,8 +4,8 @@ A chunk is invisible until its writer commits it. A lookup leases what it finds 
 reader holds what it reads; neither can be evicted, and everybody ends only what is their own.
 
 Pure: no I/O and no clock. ``now`` is in seconds and never goes back; it decides what has expired at
-the moment of each call. Every call costs O(1) amortised for each chunk that it names. Not safe for
-threads by itself.
+the moment of each call. Every call costs O(1) amortised for each chunk that it names, but a clear
+looks at all there are. Not safe for threads by itself.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ WRITE_TTL = 600.0
 
 LEASE_TTL = 300.0
 """Seconds a lookup keeps its chunks: longer than a request usually waits in an engine's queue."""
+
+READ_TTL = 180.0
+"""Seconds a reader has until it says that it is done: three times what a worker waits for its
+device."""
 
 NO_TICKET = 0
 """The ticket of a reservation or read without chunks; there is nothing to commit."""
@@ -77,6 +81,8 @@ class ChunkStore:
         write_ttl: seconds between reserve and commit after which a writer counts as dead. Its slots
             go to others then, so a live writer must have stopped writing by that time.
         lease_ttl: seconds after which a lookup's lease ends by itself.
+        read_ttl: seconds after which a read ends by itself. Its slots go to others then, so a live
+            reader must have stopped reading by that time, or check afterwards what it has read.
 
     Raises:
         ConfigError: a capacity or time to live that is not above 0.
@@ -88,12 +94,13 @@ class ChunkStore:
         *,
         write_ttl: float = WRITE_TTL,
         lease_ttl: float = LEASE_TTL,
+        read_ttl: float = READ_TTL,
     ) -> None:
         self.counters = Counters()
         self._table = ChunkTable(capacity_bytes)
         self._leases: Expiring[str, list[Chunk]] = Expiring(lease_ttl, "lease_ttl")
         self._writes: Expiring[int, _Transfer] = Expiring(write_ttl, "write_ttl")
-        self._reads: dict[int, _Transfer] = {}
+        self._reads: Expiring[int, _Transfer] = Expiring(read_ttl, "read_ttl")
         self._tickets = itertools.count(NO_TICKET + 1)
 
     def fits(self, nbytes: int) -> bool:
@@ -135,15 +142,17 @@ class ChunkStore:
     def commit(self, owner: int, ticket: int, now: float) -> bool:
         """Publish what the ticket's writer wrote.
 
-        False, and nothing becomes visible, when ``owner`` has no such ticket or its time was up.
+        False, and nothing becomes visible, when ``owner`` has no such ticket, its time was up, or
+        its chunks were cleared meanwhile.
         """
         self.tick(now)
         write = self._take_write(owner, ticket)
         if write is None:
             return False
-        self._table.publish(write.chunks)
-        self.counters.stored += len(write.chunks)
-        return True
+        published = self._table.publish(write.chunks)
+        self.counters.stored += published
+        self.counters.discarded += len(write.chunks) - published
+        return published > 0
 
     def abort(self, owner: int, ticket: int, now: float) -> bool:
         """Discard what the ticket's writer wrote; False when ``owner`` has no such ticket."""
@@ -208,12 +217,12 @@ class ChunkStore:
             return Reading(NO_TICKET, [])
         self._table.hold(read.chunks)
         ticket = next(self._tickets)
-        self._reads[ticket] = read
+        self._reads.put(ticket, read, now)
         self.counters.read += len(read.chunks)
         return Reading(ticket, [chunk.offset for chunk in read.chunks])
 
     def close_read(self, owner: int, ticket: int, damaged: Iterable[int], now: float) -> bool:
-        """End a read; False when ``owner`` has no such ticket.
+        """End a read; False when ``owner`` has no such ticket or its time was up.
 
         Chunks ``damaged`` (indices of the read) are not found any more from now on; their slots are
         free as soon as nobody else holds them.
@@ -230,7 +239,7 @@ class ChunkStore:
             raise LocalProtocolError(
                 f"damaged: expected indices in [0, {len(read.chunks)}), got {min(bad)} to {max(bad)}"
             )
-        del self._reads[ticket]
+        self._reads.pop(ticket)
         self.counters.damaged += sum(self._table.unlist(read.chunks[index]) for index in bad)
         self._table.release(read.chunks)
         return True
@@ -245,33 +254,39 @@ class ChunkStore:
                 self._discard(write)
         for ticket, read in list(self._reads.items()):
             if read.owner == owner:
-                del self._reads[ticket]
+                self._reads.pop(ticket)
                 self._table.release(read.chunks)
 
-    def clear(self, now: float) -> int:
-        """Drop every chunk that is neither leased, read nor written; how many there were."""
+    def clear(self, shards: Iterable[bytes], now: float) -> int:
+        """Let nobody find again what was reserved for ``shards``, or for any if there are none.
+
+        Slots that are leased, read or written stay taken until that ends, and what is being written
+        is not published then. How many chunks could be found until now.
+        """
         self.tick(now)
-        count = self._table.drop_idle()
+        count = self._table.clear(shards)
         self.counters.cleared += count
         return count
 
     def tick(self, now: float) -> None:
-        """End leases and writers whose time is up."""
+        """End leases, reads and writers whose time is up."""
         for _, chunks in self._leases.expire(now):
             self._table.release(chunks)
+        for _, read in self._reads.expire(now):
+            self._table.release(read.chunks)
         for _, write in self._writes.expire(now):
             self._discard(write)
 
     def stats(self) -> dict[str, int]:
         """The counters, and what there is now."""
-        writing = sum(len(write.chunks) for _, write in self._writes.items())
+        written = [chunk for _, write in self._writes.items() for chunk in write.chunks]
         return asdict(self.counters) | {
             "evicted": self._table.evicted,
             "capacity_bytes": self._table.slots.capacity_bytes,
             "used_bytes": self._table.slots.used_bytes,
-            "resident": len(self._table) - writing,
+            "resident": len(self._table) - sum(chunk.listed for chunk in written),
             "idle": self._table.idle,
-            "writing": writing,
+            "writing": len(written),
             "leases": len(self._leases),
             "reads": len(self._reads),
         }

@@ -34,6 +34,9 @@ class ConnectorConfig:
         request_timeout: seconds a single request of a transfer may take.
         connect_timeout: seconds the engine's start waits for the server before it goes on without.
         heartbeat_interval: seconds between pings.
+        model_name: names the weights instead of their path and files; empty for the latter.
+        max_programs: bound on the grid of the GPU kernels, which the model's kernels share the
+            multiprocessors with; 0 for none.
     """
 
     host: str = "tcp://localhost"
@@ -44,6 +47,8 @@ class ConnectorConfig:
     request_timeout: float = 2.0
     connect_timeout: float = 1.5
     heartbeat_interval: float = 10.0
+    model_name: str = ""
+    max_programs: int = 16
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -52,6 +57,8 @@ class ConnectorConfig:
                 raise ConfigError(f"{PREFIX}{field.name}: expected seconds > 0, got {value}")
         if not 0 < self.port < 65536:
             raise ConfigError(f"{PREFIX}port: expected 1 to 65535, got {self.port}")
+        if self.max_programs < 0:
+            raise ConfigError(f"{PREFIX}max_programs: expected >= 0, got {self.max_programs}")
         if self.chunk_size < 1:
             raise ConfigError(f"{PREFIX}chunk_size: expected >= 1 token, got {self.chunk_size}")
 

@@ -32,10 +32,11 @@ from lmcache_kernels.errors import ConfigError, KVTransferError
 from lmcache_kernels.transfer.context import EngineDrivenContext
 
 from .config import PREFIX, ConnectorConfig
-from .identity import kv_dtype, model_name, slice_of_engine
+from .identity import kv_dtype, model_identity, slice_of_engine
 from .jobs import StepJobs, StepReport
-from .layouts import describe_groups, group_shapes
+from .layouts import describe_groups, group_shapes, layer_names
 from .scheduler import SchedulerSide
+from .tracker import fails_whole
 from .worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class LMCacheKernelsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         self._scheduler = SchedulerSide(
             self._config,
             self._client,
-            model=model_name(vllm_config),
+            model=model_identity(vllm_config, self._config.model_name),
             kv_dtype=kv_dtype(vllm_config),
             groups=self._groups,
             workers=vllm_config.parallel_config.world_size,
@@ -160,10 +161,11 @@ class LMCacheKernelsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         context = EngineDrivenContext(
             describe_groups(self._kv_cache_config, kv_caches, _isa_of(config, kv_caches)),
             chunk_tokens=self._config.chunk_size,
-            shard=held.shard,
+            shard=lambda layout: held.shard(layout, layer_names(self._kv_cache_config)),
             instance=self._instance,
             port=self._client,
             timeout=self._config.request_timeout,
+            max_programs=self._config.max_programs or None,
         )
         self._shard = context.shard
         self._worker = WorkerSide(context, writer=held.writer)
@@ -193,7 +195,7 @@ class LMCacheKernelsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
-            self._worker.start_stores(self._jobs())
+            self._worker.start_stores()
 
     def _jobs(self) -> StepJobs:
         metadata = self._get_connector_metadata()
@@ -208,14 +210,12 @@ class LMCacheKernelsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         return base.KVConnectorTransferResults(
             finished_sending=None,
             finished_recving=ended or None,
-            # With several groups a block id does not say whose it is, so the whole request fails;
-            # with one, the blocks do and what was loaded before them stays.
-            failed_recving=failed if len(self._groups) > 1 else set(),
+            failed_recving=failed if fails_whole(self._groups) else set(),
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         bad = self._worker.take_bad_blocks() if self._worker is not None else set()
-        return bad if len(self._groups) == 1 else set()
+        return set() if fails_whole(self._groups) else bad
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = self._worker.take_report() if self._worker is not None else None

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
 
 from lmcache_kernels.errors import ConfigError
 from lmcache_kernels.transfer.keys import shard_id
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lmcache_kernels.chunk_layout import ChunkLayout
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +36,15 @@ class Slice:
     stages: int
     writer: bool
 
-    def shard(self, layout: ChunkLayout) -> bytes:
+    def shard(self, layout: ChunkLayout, layers: Sequence[Sequence[str]]) -> bytes:
+        """Id of this slice; ``layers``: per group, names in the order of the rows."""
         return shard_id(
             layout.fingerprint,
             index=self.index,
             count=self.count,
             stage=self.stage,
             stages=self.stages,
+            layers=layers,
         )
 
 
@@ -86,13 +96,48 @@ def slice_of_engine(vllm_config: Any, rank: int) -> Slice:
     )
 
 
-def model_name(vllm_config: Any) -> str:
-    """The name of the weights, with their revision when one was asked for."""
+def model_identity(vllm_config: Any, name: str | None = None) -> str:
+    """A digest of everything that decides the KV of a token sequence: equal for equal models.
+
+    The configuration goes in as the engine uses it, overrides included. For weights in a local
+    folder their sizes and times do too, so that a checkpoint written anew is another model.
+
+    Args:
+        vllm_config: the engine's.
+        name: replaces the weights' name, revision and files, for a model that lies elsewhere on
+            another machine; the configuration still counts.
+    """
     model = vllm_config.model_config
-    return f"{model.model}@{model.revision}" if model.revision else str(model.model)
+    settings = model.hf_text_config.to_dict()
+    for volatile in ("_name_or_path", "transformers_version"):
+        settings.pop(volatile, None)
+    weights = (
+        [name] if name else [str(model.model), str(model.revision or ""), *_files(model.model)]
+    )
+    meaning = [weights, settings, str(model.quantization or ""), _dtype_name(model.dtype)]
+    return blake3(json.dumps(meaning, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _files(folder: str) -> list[str]:
+    """Name, size and time of the weight files of a local model; nothing for a name on a hub."""
+    path = Path(folder)
+    if not path.is_dir():
+        return []
+    found = []
+    for file in sorted(path.iterdir()):
+        if file.suffix in WEIGHT_SUFFIXES:
+            stat = file.stat()
+            found.append(f"{file.name} {stat.st_size} {stat.st_mtime_ns}")
+    return found
 
 
 def kv_dtype(vllm_config: Any) -> str:
-    """The dtype of the cache, ``auto`` resolved to the model's."""
+    """The dtype of the cache by one name: ``auto`` is the model's, and aliases are resolved."""
     dtype = str(vllm_config.cache_config.cache_dtype)
-    return str(vllm_config.model_config.dtype) if dtype == "auto" else dtype
+    if dtype == "auto":
+        return _dtype_name(vllm_config.model_config.dtype)
+    return {"fp8": "fp8_e4m3"}.get(dtype, dtype)
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

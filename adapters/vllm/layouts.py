@@ -35,11 +35,18 @@ def group_shapes(kv_cache_config: Any) -> list[GroupShape]:
     """How each KV-cache group pages its tokens.
 
     Raises:
-        LayoutError: a group this connector cannot store, naming its kind.
+        LayoutError: a cache this connector cannot store, saying why.
     """
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+        raise LayoutError(
+            "KV cache whose blocks are zeroed when they are handed out: that can come before a "
+            "store has read them; run this model without this connector"
+        )
     shapes = []
     for group in kv_cache_config.kv_cache_groups:
         specs = list(_layer_specs(group).values())
+        if not specs:
+            raise LayoutError("KV-cache group without layers on this pipeline stage: not supported")
         kinds = {type(spec).__name__ for spec in specs}
         if not kinds <= set(SUPPORTED):
             raise LayoutError(
@@ -48,9 +55,19 @@ def group_shapes(kv_cache_config: Any) -> list[GroupShape]:
             )
         # A full-attention spec may carry a window too, but its blocks are never freed early.
         windows = [s.sliding_window for s in specs if type(s).__name__ == "SlidingWindowSpec"]
-        window = min(windows, default=None)
-        shapes.append(GroupShape(specs[0].block_size, window))
+        shapes.append(GroupShape(specs[0].block_size, min(windows, default=None)))
+    if len({shape.block_tokens for shape in shapes}) > 1:
+        raise LayoutError(
+            f"KV-cache groups of {[shape.block_tokens for shape in shapes]} tokens a block: the "
+            "engine copies parts of their blocks before a store has read them; run this model "
+            "without this connector"
+        )
     return shapes
+
+
+def layer_names(kv_cache_config: Any) -> list[list[str]]:
+    """Per group, its layers in the order that :func:`describe_groups` gives their rows."""
+    return [list(_layer_specs(group)) for group in kv_cache_config.kv_cache_groups]
 
 
 def describe_groups(
@@ -126,7 +143,8 @@ def axes_of(tensor: torch.Tensor, spec: Any, num_blocks: int) -> str:
         raise LayoutError(
             f"KV cache of shape {tuple(tensor.shape)} stride {tensor.stride()}: expected one of "
             f"{list(LAYOUTS)} for {num_blocks} blocks of {spec.block_size} tokens, "
-            f"{spec.num_kv_heads} heads of {spec.head_size}; {len(fitting)} fit"
+            f"{spec.num_kv_heads} heads of {spec.head_size}; {len(fitting)} fit. (Blocks that the "
+            "attention kernel splits into smaller ones are not supported.)"
         )
     return fitting[0]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any
 
 from lmcache_kernels.errors import KVTransferError
@@ -23,6 +24,7 @@ from .tracker import (
     GroupShape,
     RequestTracker,
     chunks_allocated,
+    fails_whole,
     matched_tokens,
     slice_blocks,
     storable_chunks,
@@ -68,9 +70,8 @@ class SchedulerSide:
         self._kv_dtype = kv_dtype
         self._groups = tuple(groups)
         self._workers = workers
-        # A load that fails on one of several groups can only be reported for the whole request,
-        # which the engine takes for asynchronous loads alone.
-        self._load_async = config.load_async or len(self._groups) > 1
+        # The engine takes the failure of a whole request for asynchronous loads alone.
+        self._load_async = config.load_async or fails_whole(self._groups)
         self._alignment = (
             1 if len(self._groups) == 1 else math.lcm(*(g.block_tokens for g in self._groups))
         )
@@ -165,40 +166,36 @@ class SchedulerSide:
     ) -> None:
         """The engine gave the request its blocks; ``external_tokens`` of them we must fill."""
         tracker = self._trackers.get(request_id)
+        local_tokens = tracker.local_tokens if tracker is not None else 0
+        for ids, group in zip(block_ids, self._groups, strict=True):
+            # Blocks found in the engine's own cache are shared, not handed out again.
+            self._fence_reuse(ids[local_tokens // group.block_tokens :])
         if tracker is None:
+            if external_tokens > 0:
+                self.refuse_load(request_id, block_ids)
             return
         tracker.admitted = True
         tracker.block_ids = [list(ids) for ids in block_ids]
-        for ids, group in zip(tracker.block_ids, self._groups, strict=True):
-            # Blocks found in the engine's own cache are shared, not handed out again.
-            self._fence_reuse(ids[tracker.local_tokens // group.block_tokens :])
         if external_tokens <= 0:
             self._end_session(tracker)
             return
-        tracker.load = self._start_job(request_id)
-        self._step.loads.append(self._load_job(tracker.load, request_id, tracker, external_tokens))
+        self._order_load(request_id, tracker, external_tokens)
 
     def refuse_load(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         """We promised tokens and cannot order their load: have the workers report it as failed."""
+        tracker = self._trackers.get(request_id)
         self._step.loads.append(
             LoadJob(
                 job_id=self._start_job(request_id),
                 request_id=request_id,
                 digests=[],
                 block_ids=[list(ids) for ids in block_ids],
-                skip_tokens=0,
+                skip_tokens=tracker.local_tokens if tracker is not None else 0,
                 synchronous=not self._load_async,
             )
         )
 
-    def _start_job(self, request_id: str, reads: Iterable[int] = ()) -> int:
-        job_id, self._next_job = self._next_job, self._next_job + 1
-        self._running[job_id] = _RunningJob(request_id, frozenset(reads), self._workers)
-        return job_id
-
-    def _load_job(
-        self, job_id: int, request_id: str, tracker: RequestTracker, tokens: int
-    ) -> LoadJob:
+    def _order_load(self, request_id: str, tracker: RequestTracker, tokens: int) -> None:
         size = self._config.chunk_size
         first = tracker.local_tokens // size
         last = -(-(tracker.local_tokens + tokens) // size)
@@ -208,14 +205,28 @@ class SchedulerSide:
                 ids[:] = [ABSENT if block == 0 else block for block in ids]
             # What is taken of the last chunk may end before the chunk does.
             ids += [ABSENT] * ((last - first) * size // group.block_tokens - len(ids))
-        return LoadJob(
-            job_id=job_id,
-            request_id=request_id,
-            digests=tracker.chain.digests[first:last],
-            block_ids=blocks,
-            skip_tokens=tracker.local_tokens - first * size,
-            synchronous=not self._load_async,
+        synchronous = not self._load_async
+        filled = (block for ids in blocks for block in ids) if synchronous else ()
+        tracker.load = self._start_job(request_id, fills=filled)
+        self._step.loads.append(
+            LoadJob(
+                job_id=tracker.load,
+                request_id=request_id,
+                digests=tracker.chain.digests[first:last],
+                block_ids=blocks,
+                skip_tokens=tracker.local_tokens - first * size,
+                synchronous=synchronous,
+            )
         )
+
+    def _start_job(
+        self, request_id: str, *, reads: Iterable[int] = (), fills: Iterable[int] = ()
+    ) -> int:
+        job_id, self._next_job = self._next_job, self._next_job + 1
+        self._running[job_id] = _RunningJob(
+            request_id, frozenset(reads), frozenset(fills), self._workers
+        )
+        return job_id
 
     def _fence_reuse(self, block_ids: Iterable[int]) -> None:
         handed_out = set(block_ids)
@@ -227,46 +238,51 @@ class SchedulerSide:
 
     def build_step(self, output: Any) -> StepJobs:
         """Orders for the step that ``output`` describes; called once for each step."""
-        for new in output.scheduled_new_reqs:
-            tracker = self._trackers.get(new.req_id)
-            if tracker is not None:
-                tracker.block_ids = [list(ids) for ids in new.block_ids]
-                self._advance(
-                    new.req_id, tracker, new.num_computed_tokens, output.num_scheduled_tokens
-                )
         cached = output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            tracker = self._trackers.get(request_id)
-            if tracker is None:
-                continue
-            new_ids = cached.new_block_ids[index]
-            if request_id in cached.resumed_req_ids:
-                tracker.block_ids = [list(ids) for ids in new_ids]
-            elif new_ids is not None:
-                for known, added in zip(tracker.block_ids, new_ids, strict=True):
-                    known.extend(added)
-                    self._fence_reuse(added)
-            self._advance(
-                request_id, tracker, cached.num_computed_tokens[index], output.num_scheduled_tokens
-            )
+        # Fences and loads come first: they must be in the orders whatever happens below.
+        for new_ids in cached.new_block_ids:
+            for ids in new_ids or ():
+                self._fence_reuse(ids)
         for request_id in output.preempted_req_ids or ():
             tracker = self._trackers.get(request_id)
             if tracker is not None:
                 self._step.fence += tracker.stores
+        rows = [
+            (new.req_id, new.block_ids, True, new.num_computed_tokens)
+            for new in output.scheduled_new_reqs
+        ]
+        rows += [
+            (request_id, new_ids, request_id in cached.resumed_req_ids, computed)
+            for request_id, new_ids, computed in zip(
+                cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+            )
+        ]
+        for request_id, block_ids, whole_table, computed in rows:
+            tracker = self._trackers.get(request_id)
+            if tracker is None:
+                continue
+            try:
+                tracker.take_blocks(block_ids, whole_table)
+                self._advance(
+                    request_id, tracker, computed, output.num_scheduled_tokens[request_id]
+                )
+            except Exception:
+                logger.exception("request %s: nothing more of it is stored", request_id)
+                self.finished(request_id)
         step, self._step = self._step, StepJobs()
         step.fence = sorted(set(step.fence))
         return step
 
     def _advance(
-        self, request_id: str, tracker: RequestTracker, computed: int, scheduled: dict[str, int]
+        self, request_id: str, tracker: RequestTracker, computed: int, scheduled: int
     ) -> None:
         """Order a store of the prompt chunks that will be complete after this step."""
-        if tracker.load is not None:
+        if tracker.load is not None or self._builds_on_load(tracker):
             # If the load fails, what this step computes on top of it is wrong.
             return
         size = self._config.chunk_size
         last = min(
-            (computed + scheduled[request_id]) // size,
+            (computed + scheduled) // size,
             tracker.prompt_chunks,
             chunks_allocated(tracker.block_ids, self._groups, size),
         )
@@ -285,9 +301,21 @@ class SchedulerSide:
             part = slice_blocks(tracker.block_ids, self._groups, size, chunk, chunk + 1)
             for ids, more in zip(blocks, part, strict=True):
                 ids += more
-        job_id = self._start_job(request_id, (block for ids in blocks for block in ids))
+        job_id = self._start_job(request_id, reads=(block for ids in blocks for block in ids))
         tracker.stores.add(job_id)
         self._step.stores.append(StoreJob(job_id, [digests[chunk] for chunk in chunks], blocks))
+
+    def _builds_on_load(self, tracker: RequestTracker) -> bool:
+        """Does the request use blocks that a load inside a step is filling for another one?
+
+        The engine shares such blocks as soon as they are allocated.
+        """
+        return any(
+            not job.fills.isdisjoint(ids)
+            for job in self._running.values()
+            if job.fills
+            for ids in tracker.block_ids
+        )
 
     # --- reports ----------------------------------------------------------------------------------
 
@@ -335,22 +363,39 @@ class SchedulerSide:
         return bool(self._running)
 
     def reset(self) -> bool:
-        """Clear the server's cache; False when it did not answer."""
+        """Clear what the server has for this model.
+
+        False when it did not answer, or while stores or loads of what is there are under way.
+        """
+        if self._running:
+            logger.warning("not cleared: %d stores or loads are under way", len(self._running))
+            return False
+        if not self.shards:
+            return True
+        for tracker in self._trackers.values():
+            if not tracker.admitted:
+                tracker.lookup = tracker.hit_chunks = None
         try:
-            self._port.request(Clear(), RESET_TIMEOUT).result(RESET_TIMEOUT + 1.0)
-        except (KVTransferError, TimeoutError) as error:
+            self._port.request(Clear(shards=self.shards), RESET_TIMEOUT).result(RESET_TIMEOUT + 1.0)
+        except (KVTransferError, FutureTimeout) as error:
             logger.warning("the cache server was not cleared: %s", error)
             return False
         return True
 
 
 class _RunningJob:
-    """A job that some worker has not reported as over; ``reads``: blocks a store reads."""
+    """A job that some worker has not reported as over.
 
-    __slots__ = ("awaited", "failed", "reads", "request_id")
+    ``reads``: blocks that a store reads. ``fills``: blocks that a load fills inside a step.
+    """
 
-    def __init__(self, request_id: str, reads: frozenset[int], awaited: int) -> None:
+    __slots__ = ("awaited", "failed", "fills", "reads", "request_id")
+
+    def __init__(
+        self, request_id: str, reads: frozenset[int], fills: frozenset[int], awaited: int
+    ) -> None:
         self.request_id = request_id
         self.reads = reads
+        self.fills = fills
         self.awaited = awaited
         self.failed = False

@@ -61,6 +61,14 @@ class RequestTracker:
     load_failed: bool = False
     admitted: bool = False
 
+    def take_blocks(self, block_ids: Sequence[Sequence[int]] | None, whole_table: bool) -> None:
+        """The engine gave the request blocks: more of them, or its whole table anew."""
+        if whole_table:
+            self.block_ids = [list(ids) for ids in block_ids or ()]
+        elif block_ids is not None:
+            for known, added in zip(self.block_ids, block_ids, strict=True):
+                known.extend(added)
+
     def restart(self) -> None:
         """The engine preempted the request: its blocks are gone, it will ask again."""
         self.lookup = None
@@ -69,6 +77,15 @@ class RequestTracker:
         self.stored_chunks = 0
         self.load = None
         self.admitted = False
+
+
+def fails_whole(groups: Sequence[GroupShape]) -> bool:
+    """Must a failed load fail its whole request, rather than the blocks from there on?
+
+    With several groups a block id does not say whose it is. With a window, the engine has left out
+    the blocks before the window of the *promised* end, so it cannot go on from an earlier one.
+    """
+    return len(groups) > 1 or any(group.window is not None for group in groups)
 
 
 def matched_tokens(hit_chunks: int, chunk_tokens: int, num_tokens: int, alignment: int) -> int:

@@ -6,7 +6,6 @@ import logging
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from lmcache_kernels.errors import KVTransferError
 from lmcache_kernels.transfer.moves import ABSENT
 
 from .jobs import StepReport
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from lmcache_kernels.transfer.context import EngineDrivenContext
     from lmcache_kernels.transfer.store_transfer import StoreTransfer
 
-    from .jobs import LoadJob, StepJobs
+    from .jobs import LoadJob, StepJobs, StoreJob
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +36,7 @@ class WorkerSide:
         self._context = context
         self._writer = writer
         self._fence_timeout = fence_timeout
+        self._ordered: list[StoreJob] = []
         self._stores: dict[int, StoreTransfer] = {}
         self._loads: dict[int, tuple[LoadJob, Future[int]]] = {}
         self._report = StepReport()
@@ -44,12 +44,16 @@ class WorkerSide:
 
     def fence(self, step: StepJobs) -> None:
         """Before the step runs: the gathers it would spoil are over, or stopped."""
+        # An engine may leave out the end of a step (it does on inner pipeline stages).
+        self._ordered = [job for job in self._ordered if not self._give_up(job, step.fence)]
+        self._start_ordered()
         transfers = [self._stores[job] for job in step.fence if job in self._stores]
         if transfers:
             self._context.flush(transfers, self._fence_timeout)
 
     def start_loads(self, step: StepJobs) -> None:
-        """Start the step's loads; synchronous ones are done on return."""
+        """Start the step's loads; synchronous ones are done on return. Take note of its stores."""
+        self._ordered += step.stores
         for job in step.loads:
             future = self._start_load(job)
             self._loads[job.job_id] = (job, future)
@@ -61,20 +65,29 @@ class WorkerSide:
             return self._context.submit_retrieve(
                 job.digests, job.block_ids, skip_first_n_tokens=job.skip_tokens
             )
-        except KVTransferError as error:
+        except Exception as error:  # whatever it was, recomputing is right
             failed: Future[int] = Future()
             failed.set_exception(error)
             return failed
 
-    def start_stores(self, step: StepJobs) -> None:
+    def start_stores(self) -> None:
         """After the step's work was queued: start its stores."""
-        for job in step.stores:
+        self._start_ordered()
+
+    def _give_up(self, job: StoreJob, fenced: list[int]) -> bool:
+        if job.job_id in fenced:
+            self._over(job.job_id)
+        return job.job_id in fenced
+
+    def _start_ordered(self) -> None:
+        ordered, self._ordered = self._ordered, []
+        for job in ordered:
             if not self._writer:
                 self._over(job.job_id)
                 continue
             try:
                 self._stores[job.job_id] = self._context.submit_store(job.digests, job.block_ids)
-            except KVTransferError as error:
+            except Exception as error:  # whatever it was, not storing is right
                 logger.warning("store %d was refused: %s", job.job_id, error)
                 self._over(job.job_id)
 

@@ -19,12 +19,12 @@ def vllm_python():
 
 @pytest.fixture(scope="session")
 def models(vllm_python, tmp_path_factory):
-    """Folder with the checkpoints ``llama`` and ``sliding``."""
+    """Folder with the checkpoints ``llama``, ``windowed`` and ``sliding``."""
     folder = tmp_path_factory.mktemp("models")
     script = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]);"
         "import tiny_models as t; out = Path(sys.argv[2]);"
-        "t.write_model(out / 'llama', t.LLAMA); t.write_model(out / 'sliding', t.SLIDING)"
+        "[t.write_model(out / n.lower(), getattr(t, n)) for n in ('LLAMA', 'WINDOWED', 'SLIDING')]"
     )
     subprocess.run([vllm_python, "-c", script, str(E2E), str(folder)], check=True, timeout=120)
     return folder

@@ -232,6 +232,62 @@ def test_a_model_with_sliding_windows_stores_and_loads_every_group(models, engin
         assert_whole(second)
 
 
+@pytest.mark.parametrize("keep", [4, 2, 0])
+def test_a_window_makes_a_failed_load_fail_its_whole_request(keep, models, engines):
+    """The engine leaves out what lies before the window of the promised end; from an earlier one
+    it could not go on."""
+    ids = prompt(330, seed=50)
+    plain = engines(models / "windowed")
+    (wanted,) = tokens(plain.generate([ids], max_tokens=12))
+    with spawn_server(size_gb=0.2, chunk_size=CHUNK) as server:
+        engine = engines(models / "windowed", server.url)
+        engine.generate([ids], max_tokens=12)
+        engine.reset()
+        (warm,) = engine.generate([ids], max_tokens=12)
+        assert (warm["cached"], warm["tokens"]) == (5 * CHUNK, wanted)
+        assert damage_headers(server, keep=keep) == 5 - keep
+        engine.reset()
+        (hurt,) = engine.generate([ids], max_tokens=12)
+        assert hurt["tokens"] == wanted
+        assert_whole(engine)
+
+
+@pytest.mark.parametrize("load_async", [True, False], ids=["async", "sync"])
+def test_requests_that_share_a_prefix_whose_load_fails_store_nothing_wrong(
+    load_async, models, server, engines
+):
+    """Two at once: the engine lets the second build on what is being loaded for the first."""
+    shared = prompt(2 * CHUNK, seed=60)
+    prompts = [shared + prompt(40, seed=61), shared + prompt(100, seed=62)]
+    plain = engines(models / "llama")
+    wanted = tokens(plain.generate(prompts, max_tokens=12))
+    engine = engines(models / "llama", server.url, load_async=load_async)
+    engine.generate([[*shared, 5]], max_tokens=1)
+    for _ in range(3):
+        engine.reset()
+        damage_headers(server, keep=1)
+        assert tokens(engine.generate(prompts, max_tokens=12, together=True)) == wanted
+        for ids, answer in zip(prompts, wanted, strict=True):
+            engine.reset()
+            (later,) = engine.generate([ids], max_tokens=12)
+            assert later["tokens"] == answer
+    assert_whole(engine)
+
+
+def test_a_model_configured_otherwise_finds_nothing(models, server, engines):
+    """The same weights with another rotary base compute other keys."""
+    ids = prompt(330, seed=70)
+    other = {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}}
+    first = engines(models / "llama", server.url)
+    (usual,) = first.generate([ids])
+    plain = engines(models / "llama", llm=other)
+    (wanted,) = tokens(plain.generate([ids]))
+    assert wanted != usual["tokens"]
+    second = engines(models / "llama", server.url, llm=other)
+    (answer,) = second.generate([ids])
+    assert (answer["cached"], answer["tokens"]) == (0, wanted)
+
+
 def test_the_default_shape_with_separate_processes_works_by_name_alone(
     expected, models, server, engines
 ):

@@ -39,6 +39,14 @@ LLAMA = COMMON | {
     "hidden_act": "silu",
 }
 
+WINDOWED = COMMON | {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "hidden_act": "silu",
+    "sliding_window": 64,
+}
+"""Every layer looks back 64 tokens: one KV-cache group, of which blocks leave the window."""
+
 SLIDING = COMMON | {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",

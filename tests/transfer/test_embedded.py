@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,8 @@ from lmcache_kernels.errors import CapacityError, Closed, RemoteError
 from lmcache_kernels.transfer.arena import Arena
 from lmcache_kernels.transfer.embedded import EmbeddedCache
 from lmcache_kernels.transfer.messages import (
+    Clear,
+    Cleared,
     CommitStore,
     Done,
     EndSession,
@@ -19,6 +22,7 @@ from lmcache_kernels.transfer.messages import (
     Hello,
     Lookup,
     Ping,
+    PrepareRetrieve,
     PrepareStore,
     Register,
     Registered,
@@ -26,6 +30,7 @@ from lmcache_kernels.transfer.messages import (
     Welcome,
 )
 from lmcache_kernels.transfer.slot_header import HEADER_BYTES
+from lmcache_kernels.transfer.store import READ_TTL
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -125,3 +130,34 @@ def test_a_silent_worker_stays_registered(tmp_path: Path, monkeypatch: pytest.Mo
         ask(cache, Register(instance=1, shard=SHARD, chunk_bytes=CHUNK))
         monkeypatch.setattr("time.monotonic", lambda: 1e9)
         assert isinstance(ask(cache, PrepareStore(instance=1, digests=b"")), StoreSlots)
+
+
+def test_a_read_that_nobody_ends_does_not_pin_chunks_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No worker ever counts as lost here, so nothing but the time ends what it forgot."""
+    with EmbeddedCache(SLOT, directory=tmp_path) as cache:
+        ask(cache, Register(instance=1, shard=SHARD, chunk_bytes=CHUNK))
+        slots = ask(cache, PrepareStore(instance=1, digests=bytes(32)))
+        assert isinstance(slots, StoreSlots)
+        ask(cache, CommitStore(instance=1, ticket=slots.ticket))
+        ask(cache, PrepareRetrieve(instance=1, digests=bytes(32)))
+        other = PrepareStore(instance=1, digests=b"x" * 32)
+        assert ask(cache, other) == StoreSlots(ticket=0, indices=[], offsets=[])
+        later = time.monotonic() + READ_TTL
+        monkeypatch.setattr("time.monotonic", lambda: later)
+        slots = ask(cache, other)
+        assert isinstance(slots, StoreSlots)
+        assert slots.indices == [0]
+
+
+def test_nothing_is_found_after_a_clear(tmp_path: Path) -> None:
+    with EmbeddedCache(2 * SLOT, directory=tmp_path) as cache:
+        ask(cache, Register(instance=1, shard=SHARD, chunk_bytes=CHUNK))
+        slots = ask(cache, PrepareStore(instance=1, digests=bytes(32)))
+        assert isinstance(slots, StoreSlots)
+        ask(cache, CommitStore(instance=1, ticket=slots.ticket))
+        find = Lookup(request="r", shards=[SHARD], digests=bytes(32))
+        assert ask(cache, find) == Found(chunks=1)
+        assert ask(cache, Clear(shards=[SHARD])) == Cleared(chunks=1)
+        assert ask(cache, find) == Found(chunks=0)

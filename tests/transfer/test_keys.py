@@ -61,7 +61,7 @@ def test_names_are_pinned():
 
 PINNED_ROOT = "79080f1cab5007b607581a7b7ef679af4869fca57b08882ee60859fd73670436"
 PINNED_CHUNK = "605e3291250f88073e7ed710a502c2bd1658508d9cd4c91e8115f467dcd111c8"
-PINNED_SHARD = "eff1e279cd949b9244116217003ce5e5f38174c1ed24c08ec7658e26d390337e"
+PINNED_SHARD = "d5637d2bc504947b908b659dba86a358e60e370fa00d4e1425c3961cca05e146"
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,11 @@ def test_shards_differ_by_slice_stage_and_form():
                 shard_id(bytes(32), index=1, count=2),
                 shard_id(bytes(32), index=0, count=1, stage=1, stages=2),
                 shard_id(bytes(31) + b"x", index=0, count=1),
+                shard_id(bytes(32), index=0, count=1, layers=[["a", "b"]]),
+                shard_id(bytes(32), index=0, count=1, layers=[["a"], ["b"]]),
             }
         )
-        == 5
+        == 7
     )
     with pytest.raises(ConfigError, match="index"):
         shard_id(bytes(32), index=2, count=2)

@@ -156,14 +156,30 @@ def test_damaged_chunks_are_not_offered_again(cache: Cache) -> None:
     assert cache.lookup(digests(0, 3)) == 1
 
 
-def test_clear_keeps_what_is_leased_and_staged(cache: Cache) -> None:
+@pytest.mark.parametrize("shards", [[], [SHARD], [SHARD, SHARD, OTHER]])
+def test_nothing_old_is_found_after_a_clear(cache: Cache, shards: list[bytes]) -> None:
     cache.store(1, digests(0, 3))
     assert cache.lookup(digests(0, 1), "r") == 1
-    staged = cache.ask(PrepareStore(instance=1, digests=digests(4, 5)))
+    load = cache.ask(PrepareRetrieve(instance=1, digests=digests(1, 2)))
+    assert isinstance(load, LoadSlots)
+    staged = cache.ask(PrepareStore(instance=1, digests=digests(3, 5)))
     assert isinstance(staged, StoreSlots)
-    assert cache.ask(Clear()) == Cleared(chunks=2)
-    assert cache.ask(CommitStore(instance=1, ticket=staged.ticket)) == Done()
-    assert cache.lookup(digests(0, 3)) == 1
+    assert cache.ask(Clear(shards=shards)) == Cleared(chunks=3)
+    assert cache.lookup(digests(0, 1), "r") == 0
+    assert cache.code(CommitStore(instance=1, ticket=staged.ticket)) == "unknown_ticket"
+    assert cache.ask(CommitRetrieve(instance=1, ticket=load.ticket)) == Done()
+    assert [cache.lookup(digests(i, i + 1)) for i in range(5)] == [0] * 5
+    assert cache.service.stats()["used_bytes"] == 0
+    assert cache.store(1, digests(0, 5)) == 5
+
+
+def test_a_clear_of_one_shard_leaves_the_others(cache: Cache) -> None:
+    cache.register(2, OTHER)
+    cache.store(1, digests(0, 3))
+    cache.store(2, digests(0, 3))
+    assert cache.ask(Clear(shards=[OTHER])) == Cleared(chunks=3)
+    assert cache.lookup(digests(0, 3)) == 3
+    assert cache.lookup(digests(0, 3), shards=(OTHER,)) == 0
 
 
 def test_a_full_arena_makes_room_and_says_how_much(cache: Cache) -> None:
@@ -232,10 +248,24 @@ def test_every_request_of_a_worker_keeps_it_registered(cache: Cache) -> None:
 def test_reads_of_a_silent_worker_end(cache: Cache) -> None:
     cache.store(1, digests(0, 2))
     cache.ask(PrepareRetrieve(instance=1, digests=digests(0, 2)))
-    assert cache.ask(Clear()) == Cleared(chunks=0)
+    assert cache.service.stats()["idle"] == 0
     cache.now += 120
     cache.service.tick(cache.now)
-    assert cache.ask(Clear()) == Cleared(chunks=2)
+    assert cache.service.stats()["idle"] == 2
+
+
+def test_a_read_whose_end_was_lost_ends_by_itself(cache: Cache) -> None:
+    cache.store(1, digests(0, 2))
+    load = cache.ask(PrepareRetrieve(instance=1, digests=digests(0, 2)))
+    assert isinstance(load, LoadSlots)
+    for seconds, idle in ((90, 0), (89, 0), (1, 2)):
+        cache.now += seconds
+        cache.ask(Ping(instance=1))
+        cache.service.tick(cache.now)
+        assert cache.service.stats()["idle"] == idle
+    late = CommitRetrieve(instance=1, ticket=load.ticket, damaged=[0])
+    assert cache.code(late) == "unknown_ticket"
+    assert cache.lookup(digests(0, 2)) == 2
 
 
 def test_workers_of_a_shard_agree_on_its_chunks(cache: Cache) -> None:
@@ -269,10 +299,10 @@ def test_a_write_that_takes_too_long_is_refused(cache: Cache) -> None:
 def test_leases_end_by_themselves(cache: Cache) -> None:
     cache.store(1, digests(0, 2))
     cache.lookup(digests(0, 2))
-    cache.now += 299
-    assert cache.ask(Clear()) == Cleared(chunks=0)
-    cache.now += 1
-    assert cache.ask(Clear()) == Cleared(chunks=2)
+    for seconds, idle in ((299, 0), (1, 2)):
+        cache.now += seconds
+        cache.service.tick(cache.now)
+        assert cache.service.stats()["idle"] == idle
 
 
 # --- bad requests ---------------------------------------------------------------------------------
@@ -297,6 +327,7 @@ TOO_MANY = bytes(32) * (MAX_CHUNKS + 1)
         ("bad_request", Lookup(request="x", shards=[SHARD], digests=bytes(33))),
         ("bad_request", Lookup(request="x", shards=[SHARD], digests=TOO_MANY)),
         ("bad_request", EndSession(request="x" * (MAX_NAME + 1))),
+        ("bad_request", Clear(shards=[SHARD, b""])),
         ("bad_request", PrepareStore(instance=1, digests=bytes(31))),
         ("bad_request", PrepareStore(instance=1, digests=TOO_MANY)),
         ("bad_request", PrepareRetrieve(instance=1, digests=bytes(31))),
@@ -382,7 +413,7 @@ def test_any_sequence_of_requests_gets_typed_replies(requests: list) -> None:
     assert cache.service.stats()["used_bytes"] == 0
 
 
-@pytest.mark.parametrize("option", ["write_ttl", "lease_ttl", "worker_ttl"])
+@pytest.mark.parametrize("option", ["write_ttl", "lease_ttl", "read_ttl", "worker_ttl"])
 def test_impossible_times_are_refused(option: str) -> None:
     with pytest.raises(ConfigError, match=option):
         Cache(**{option: 0.0})

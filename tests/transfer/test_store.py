@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmcache_kernels.errors import ConfigError, LocalProtocolError
-from lmcache_kernels.transfer.store import NO_TICKET, ChunkStore
+from lmcache_kernels.transfer.store import NO_TICKET, ChunkStore, Reading
 
 SHARD, OTHER = b"s" * 32, b"o" * 32
 DIGESTS = [bytes([i]) * 32 for i in range(8)]
@@ -20,6 +20,7 @@ OWNERS = st.sampled_from([1, 2])
 SHARDS = st.sampled_from([SHARD, OTHER])
 REQUESTS = st.sampled_from(["r1", "r2", "r3"])
 CHOICES = st.lists(st.sampled_from(DIGESTS), max_size=6)
+CLEARED = st.sampled_from([[], [SHARD], [OTHER], [SHARD, OTHER]])
 PREFIXES = st.integers(0, len(DIGESTS)).map(lambda n: DIGESTS[:n])
 
 
@@ -39,18 +40,26 @@ class Model:
     unlisted: list[Entry] = field(default_factory=list)
     leases: dict[str, tuple[float, list[Entry]]] = field(default_factory=dict)
     writes: dict[int, tuple[int, float, list[Entry]]] = field(default_factory=dict)
-    reads: dict[int, tuple[int, list[Entry]]] = field(default_factory=dict)
+    reads: dict[int, tuple[int, float, list[Entry]]] = field(default_factory=dict)
     clock: itertools.count = field(default_factory=itertools.count)
 
     def held(self, entry: Entry) -> bool:
-        users = [entries for _, entries in (*self.leases.values(), *self.reads.values())]
+        users = [entries for *_, entries in (*self.leases.values(), *self.reads.values())]
         return any(entry is other for entries in users for other in entries)
+
+    def written(self, entry: Entry) -> bool:
+        return any(entry is other for *_, entries in self.writes.values() for other in entries)
 
     def idle(self) -> list[Entry]:
         return [e for e in self.listed.values() if e.resident and not self.held(e)]
 
     def taken(self) -> int:
-        return len(self.listed) + sum(map(self.held, self.unlisted))
+        return len(self.listed) + sum(self.held(e) or self.written(e) for e in self.unlisted)
+
+    def unlist(self, entry: Entry) -> None:
+        if self.listed.get(entry.key) is entry:
+            del self.listed[entry.key]
+            self.unlisted.append(entry)
 
     def released(self, entries: list[Entry]) -> None:
         for entry in reversed(entries):
@@ -60,13 +69,21 @@ class Model:
         late = [request for request, (deadline, _) in self.leases.items() if deadline <= now]
         for entries in [self.leases.pop(request)[1] for request in late]:
             self.released([e for e in entries if not self.held(e)])
+        for ticket, (_, deadline, _) in list(self.reads.items()):
+            if deadline <= now:
+                self.end_read(ticket)
         for ticket, (_, deadline, _) in list(self.writes.items()):
             if deadline <= now:
                 self.discard(ticket)
 
+    def end_read(self, ticket: int) -> None:
+        entries = self.reads.pop(ticket)[2]
+        self.released([e for e in entries if not self.held(e)])
+
     def discard(self, ticket: int) -> None:
         for entry in self.writes.pop(ticket)[2]:
-            del self.listed[entry.key]
+            if self.listed.get(entry.key) is entry:
+                del self.listed[entry.key]
 
     def resident(self, key: tuple[bytes, bytes]) -> Entry | None:
         entry = self.listed.get(key)
@@ -98,7 +115,7 @@ class ExactMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.store = ChunkStore(self.SLOTS * UNIT, write_ttl=10, lease_ttl=10)
+        self.store = ChunkStore(self.SLOTS * UNIT, write_ttl=10, lease_ttl=10, read_ttl=5)
         self.model = Model(self.SLOTS)
 
     @rule(owner=OWNERS, shard=SHARDS, digests=st.one_of(CHOICES, PREFIXES))
@@ -115,15 +132,17 @@ class ExactMachine(RuleBasedStateMachine):
     def end_write(self, owner, data, publish) -> None:
         ticket = data.draw(st.sampled_from([0, 10**6, *self.model.writes]))
         known = ticket in self.model.writes and self.model.writes[ticket][0] == owner
-        end = self.store.commit if publish else self.store.abort
-        assert end(owner, ticket, self.now) is known
-        if known and publish:
-            entries = self.model.writes.pop(ticket)[2]
-            for entry in entries:
-                entry.resident = True
-            self.model.released(entries)
-        elif known:
-            self.model.discard(ticket)
+        if not publish:
+            assert self.store.abort(owner, ticket, self.now) is known
+            if known:
+                self.model.discard(ticket)
+            return
+        entries = self.model.writes.pop(ticket)[2] if known else []
+        published = [e for e in entries if self.model.listed.get(e.key) is e]
+        assert self.store.commit(owner, ticket, self.now) is bool(published)
+        for entry in published:
+            entry.resident = True
+        self.model.released(published)
 
     @rule(request=REQUESTS, shards=st.sampled_from([[SHARD], [OTHER], [SHARD, OTHER]]), d=PREFIXES)
     def lookup(self, request, shards, d) -> None:
@@ -153,7 +172,7 @@ class ExactMachine(RuleBasedStateMachine):
         assert len(got.offsets) == len(entries)
         assert (got.ticket == NO_TICKET) == (not entries)
         if entries:
-            self.model.reads[got.ticket] = (owner, entries)
+            self.model.reads[got.ticket] = (owner, self.now + 5, entries)
 
     @rule(owner=OWNERS, data=st.data())
     def close_read(self, owner, data) -> None:
@@ -161,17 +180,14 @@ class ExactMachine(RuleBasedStateMachine):
         if ticket not in self.model.reads or self.model.reads[ticket][0] != owner:
             assert self.store.close_read(owner, ticket, [], self.now) is False
             return
-        count = len(self.model.reads[ticket][1])
+        count = len(self.model.reads[ticket][2])
         with pytest.raises(LocalProtocolError, match="damaged"):
             self.store.close_read(owner, ticket, [count], self.now)
         damaged = data.draw(st.lists(st.integers(0, count - 1), max_size=2))
         assert self.store.close_read(owner, ticket, damaged, self.now) is True
-        _, entries = self.model.reads.pop(ticket)
-        for entry in {id(entries[i]): entries[i] for i in damaged}.values():
-            if self.model.listed.get(entry.key) is entry:
-                del self.model.listed[entry.key]
-                self.model.unlisted.append(entry)
-        self.model.released([e for e in entries if not self.model.held(e)])
+        for index in damaged:
+            self.model.unlist(self.model.reads[ticket][2][index])
+        self.model.end_read(ticket)
 
     @rule(owner=OWNERS)
     def drop_owner(self, owner) -> None:
@@ -179,15 +195,14 @@ class ExactMachine(RuleBasedStateMachine):
         for ticket in [t for t, w in self.model.writes.items() if w[0] == owner]:
             self.model.discard(ticket)
         for ticket in [t for t, r in self.model.reads.items() if r[0] == owner]:
-            _, entries = self.model.reads.pop(ticket)
-            self.model.released([e for e in entries if not self.model.held(e)])
+            self.model.end_read(ticket)
 
-    @rule()
-    def clear(self) -> None:
-        idle = self.model.idle()
-        assert self.store.clear(self.now) == len(idle)
-        for entry in idle:
-            del self.model.listed[entry.key]
+    @rule(shards=CLEARED)
+    def clear(self, shards) -> None:
+        listed = [e for e in self.model.listed.values() if not shards or e.key[0] in shards]
+        assert self.store.clear(shards, self.now) == sum(e.resident for e in listed)
+        for entry in listed:
+            self.model.unlist(entry)
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 5.0, 10.0, 1e6]))
     def time_passes(self, seconds) -> None:
@@ -201,7 +216,7 @@ class ExactMachine(RuleBasedStateMachine):
         assert stats["used_bytes"] == self.model.taken() * UNIT
         assert stats["resident"] == sum(e.resident for e in self.model.listed.values())
         assert stats["idle"] == len(self.model.idle())
-        assert stats["writing"] == sum(not e.resident for e in self.model.listed.values())
+        assert stats["writing"] == sum(len(entries) for *_, entries in self.model.writes.values())
         assert stats["leases"] == len(self.model.leases)
         assert stats["reads"] == len(self.model.reads)
 
@@ -218,11 +233,12 @@ class MemoryMachine(RuleBasedStateMachine):
     @initialize(units=st.tuples(st.integers(1, 5), st.integers(1, 5)))
     def start(self, units) -> None:
         self.now = 0.0
-        self.store = ChunkStore(self.CAPACITY, write_ttl=10, lease_ttl=10)
+        self.store = ChunkStore(self.CAPACITY, write_ttl=10, lease_ttl=10, read_ttl=10)
         self.size = {SHARD: units[0] * UNIT - 7, OTHER: units[1] * UNIT}
         self.memory: dict[int, tuple[bytes, bytes]] = {}  # offset -> whose committed bytes
         self.writes: dict[int, tuple[int, float, list]] = {}
-        self.reads: dict[int, tuple[int, list]] = {}
+        self.doomed: set[int] = set()  # tickets whose chunks were cleared meanwhile
+        self.reads: dict[int, tuple[int, float, list]] = {}
         self.leases: dict[str, tuple[float, list]] = {}
 
     def span(self, offset, key):
@@ -258,9 +274,14 @@ class MemoryMachine(RuleBasedStateMachine):
     def end_write(self, data, publish) -> None:
         ticket = data.draw(st.sampled_from(sorted(self.writes)))
         owner, _, pairs = self.writes.pop(ticket)
-        assert (self.store.commit if publish else self.store.abort)(owner, ticket, self.now)
-        if publish:
-            self.memory.update(pairs)
+        if not publish:
+            assert self.store.abort(owner, ticket, self.now)
+        elif self.store.commit(owner, ticket, self.now):
+            assert ticket not in self.doomed
+            new = {key for _, key in pairs}
+            self.memory = {o: k for o, k in self.memory.items() if k not in new} | dict(pairs)
+        else:
+            assert ticket in self.doomed
 
     @rule(request=REQUESTS, shards=st.sampled_from([[SHARD], [OTHER, SHARD]]), digests=PREFIXES)
     def lookup(self, request, shards, digests) -> None:
@@ -284,13 +305,13 @@ class MemoryMachine(RuleBasedStateMachine):
         held = list(itertools.takewhile(lambda d: (shard, d) in leased, digests))
         assert len(got.offsets) >= len(held)
         if pairs:
-            self.reads[got.ticket] = (owner, pairs)
+            self.reads[got.ticket] = (owner, self.now + 10, pairs)
 
     @precondition(lambda self: self.reads)
     @rule(data=st.data())
     def close_read(self, data) -> None:
         ticket = data.draw(st.sampled_from(sorted(self.reads)))
-        owner, pairs = self.reads.pop(ticket)
+        owner, _, pairs = self.reads.pop(ticket)
         damaged = data.draw(st.sets(st.integers(0, len(pairs) - 1), max_size=1))
         assert self.store.close_read(owner, ticket, damaged, self.now)
         for offset, key in (pairs[i] for i in damaged):
@@ -306,9 +327,14 @@ class MemoryMachine(RuleBasedStateMachine):
         self.writes = {t: w for t, w in self.writes.items() if w[0] != owner}
         self.reads = {t: r for t, r in self.reads.items() if r[0] != owner}
 
-    @rule()
-    def clear(self) -> None:
-        self.store.clear(self.now)
+    @rule(shards=CLEARED)
+    def clear(self, shards) -> None:
+        self.store.clear(shards, self.now)
+        gone = shards or [SHARD, OTHER]
+        self.memory = {o: key for o, key in self.memory.items() if key[0] not in gone}
+        for _, keys in self.leases.values():
+            keys[:] = [key for key in keys if key[0] not in gone]
+        self.doomed |= {t for t, (*_, pairs) in self.writes.items() if pairs[0][1][0] in gone}
 
     @rule(seconds=st.sampled_from([0.0, 3.0, 10.0, 1e6]))
     def time_passes(self, seconds) -> None:
@@ -317,6 +343,10 @@ class MemoryMachine(RuleBasedStateMachine):
         for ticket, (owner, _, _) in late.items():
             assert not self.store.commit(owner, ticket, self.now)
             del self.writes[ticket]
+        late_reads = {t: r for t, r in self.reads.items() if r[1] <= self.now}
+        for ticket, (owner, *_) in late_reads.items():
+            assert not self.store.close_read(owner, ticket, [0], self.now)
+            del self.reads[ticket]
         self.leases = {r: lease for r, lease in self.leases.items() if lease[0] > self.now}
 
 
@@ -497,25 +527,81 @@ def test_a_chunk_stored_anew_is_not_hurt_by_a_report_on_its_predecessor() -> Non
     assert store.stats()["used_bytes"] == UNIT
 
 
-def test_clear_keeps_what_is_leased_read_or_written() -> None:
+def test_nothing_old_is_found_after_a_clear() -> None:
+    """Idle, leased, read and half-written chunks alike; slots in use stay whole until let go."""
     store = filled(4, 8)
-    store.lookup("r", [SHARD], DIGESTS[:1], 0)
+    assert store.lookup("r", [SHARD], DIGESTS[:1], 0) == 1
     read = store.open_read(1, SHARD, DIGESTS[1:2], 0)
-    write = store.reserve(1, SHARD, DIGESTS[4:5], UNIT, 0)
-    assert store.clear(0) == 2
+    write = store.reserve(1, SHARD, DIGESTS[4:6], UNIT, 0)
+    assert store.clear([], 0) == 4, "what was being written was not found before either"
+    assert all(present(store, [digest]) == 0 for digest in DIGESTS)
+    assert store.open_read(1, SHARD, DIGESTS[:1], 0) == Reading(NO_TICKET, [])
+    assert store.stats()["used_bytes"] == 4 * UNIT
+    assert not store.commit(1, write.ticket, 0)
+    assert store.close_read(1, read.ticket, [0], 0)
+    assert store.lookup("r", [SHARD], DIGESTS[:1], 0) == 0
+    assert all(present(store, [digest]) == 0 for digest in DIGESTS)
+    assert store.stats()["used_bytes"] == 0
+    counters = store.counters
+    assert (counters.cleared, counters.stored, counters.discarded) == (4, 4, 2)
+    assert counters.damaged == 0, "it was cleared before it was reported"
+    assert store.clear([], 0) == 0
+
+
+@pytest.mark.parametrize("ending", ["commit", "abort", "drop", "expire"])
+def test_a_cleared_chunk_is_written_anew_beside_its_old_writer(ending: str) -> None:
+    """The old writer may still be at it: its slot is nobody else's, and its end hurts nobody."""
+    store = ChunkStore(3 * UNIT, write_ttl=600)
+    old = store.reserve(1, SHARD, DIGESTS[:2], UNIT, 0)
+    assert store.clear([SHARD], 0) == 0
+    new = store.reserve(2, SHARD, DIGESTS[:2], UNIT, 500)
+    assert new.indices == [0], "two of three slots are still written into"
+    assert not {*new.offsets} & {*old.offsets}
+    assert store.commit(2, new.ticket, 500)
+    if ending == "commit":
+        assert not store.commit(1, old.ticket, 500)
+    elif ending == "abort":
+        assert store.abort(1, old.ticket, 500)
+    elif ending == "drop":
+        store.drop_owner(1)
+    else:
+        store.tick(600)
+    assert present(store, DIGESTS[:2], 600) == 1
+    assert store.stats() | {"used_bytes": UNIT, "discarded": 2, "writing": 0} == store.stats()
+    assert put(store, DIGESTS[1:3], now=600) == 2
+
+
+def test_a_clear_of_one_shard_leaves_the_others() -> None:
+    store = filled(2, 8)
+    put(store, DIGESTS[:2], OTHER)
+    write = store.reserve(1, OTHER, DIGESTS[2:3], UNIT, 0)
+    store.lookup("r", [SHARD, OTHER], DIGESTS[:1], 0)
+    assert store.clear([SHARD, b"unknown" * 4], 0) == 2
     assert store.commit(1, write.ticket, 0)
-    assert store.close_read(1, read.ticket, [], 0)
-    assert present(store, DIGESTS[:3]) == 2
-    assert store.counters.cleared == 2
+    assert store.lookup("r", [OTHER], DIGESTS[:3], 0) == 3
+    assert present(store, DIGESTS[:2]) == 0
 
 
 def test_reads_of_a_dropped_owner_end() -> None:
     store = filled(2)
     read = store.open_read(1, SHARD, DIGESTS[:2], 0)
-    assert store.clear(0) == 0
+    assert put(store, DIGESTS[4:6]) == 0
     store.drop_owner(1)
     assert not store.close_read(1, read.ticket, [], 0)
-    assert store.clear(0) == 2
+    assert put(store, DIGESTS[4:6]) == 2
+
+
+def test_a_read_that_nobody_ends_ends_by_itself() -> None:
+    """Its slots go to others then, and its late report is about nothing that is still there."""
+    store = filled(2, read_ttl=180)
+    late = store.open_read(1, SHARD, DIGESTS[:2], 0)
+    other = store.open_read(2, SHARD, DIGESTS[:1], 100)
+    assert put(store, DIGESTS[4:6], now=179.9) == 0
+    assert put(store, DIGESTS[4:6], now=180) == 1, "another still reads the first"
+    assert not store.close_read(1, late.ticket, [0], 180)
+    assert present(store, DIGESTS[:1], 180) == 1
+    assert store.close_read(2, other.ticket, [], 279.9)
+    assert store.stats() | {"reads": 0, "idle": 2} == store.stats()
 
 
 def test_counters() -> None:
@@ -535,7 +621,9 @@ def test_fits_is_about_the_empty_store() -> None:
     assert not store.fits(2 * UNIT + 1)
 
 
-@pytest.mark.parametrize("options", [{"write_ttl": 0}, {"lease_ttl": -1}, {"lease_ttl": "nan"}])
+@pytest.mark.parametrize(
+    "options", [{"write_ttl": 0}, {"read_ttl": 0}, {"lease_ttl": -1}, {"lease_ttl": "nan"}]
+)
 def test_impossible_times_are_refused(options: dict) -> None:
     values = {name: float(value) for name, value in options.items()}
     with pytest.raises(ConfigError, match=next(iter(values))):

@@ -8,7 +8,7 @@ import pytest
 
 from lmcache_kernels.adapters.vllm.identity import (
     kv_dtype,
-    model_name,
+    model_identity,
     slice_of,
     slice_of_engine,
 )
@@ -76,9 +76,64 @@ def test_context_parallelism_is_refused():
         slice_of_engine(engine(decode_context_parallel_size=2), 0)
 
 
-def test_names():
+@pytest.mark.parametrize(
+    ("cache", "model", "name"),
+    [
+        ("auto", "torch.bfloat16", "bfloat16"),
+        ("bfloat16", "torch.float16", "bfloat16"),
+        ("fp8", "torch.bfloat16", "fp8_e4m3"),
+        ("fp8_e4m3", "torch.bfloat16", "fp8_e4m3"),
+    ],
+)
+def test_equal_cache_dtypes_have_one_name(cache, model, name):
     config = engine()
-    assert (model_name(config), kv_dtype(config)) == ("org/m", "torch.bfloat16")
-    config.model_config.revision = "abc"
-    config.cache_config.cache_dtype = "fp8"
-    assert (model_name(config), kv_dtype(config)) == ("org/m@abc", "fp8")
+    config.cache_config.cache_dtype = cache
+    config.model_config.dtype = model
+    assert kv_dtype(config) == name
+
+
+def identity(name=None, *, model="org/m", settings=None, **changes):
+    config = engine()
+    config.model_config.model = model
+    config.model_config.quantization = None
+    settings = {"rope_theta": 10000.0, "_name_or_path": "x"} | (settings or {})
+    config.model_config.hf_text_config = SimpleNamespace(to_dict=lambda: dict(settings))
+    for key, value in changes.items():
+        setattr(config.model_config, key, value)
+    return model_identity(config, name)
+
+
+def test_whatever_decides_the_kv_decides_the_identity():
+    """A configuration overridden at start, another quantization, revision or dtype."""
+    same = identity()
+    assert same == identity(settings={"_name_or_path": "y", "transformers_version": "9"})
+    others = [
+        identity(model="org/n"),
+        identity(revision="abc"),
+        identity(quantization="fp8"),
+        identity(dtype="torch.float16"),
+        identity(settings={"rope_theta": 500.0}),
+        identity("mine"),
+    ]
+    assert len({same, *others}) == 7
+    assert identity("mine") == identity("mine", model="elsewhere/m")
+    assert identity("mine") != identity("mine", settings={"rope_theta": 500.0})
+
+
+def test_a_local_checkpoint_written_anew_is_another_model(tmp_path):
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"one")
+    (tmp_path / "notes.txt").write_text("whatever")
+    before = identity(model=str(tmp_path))
+    (tmp_path / "notes.txt").write_text("something else")
+    assert identity(model=str(tmp_path)) == before
+    weights.write_bytes(b"three")
+    assert identity(model=str(tmp_path)) != before
+    assert identity("mine", model=str(tmp_path)) == identity("mine")
+
+
+def test_a_shard_knows_its_layers():
+    held = slice_of(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, total_kv_heads=4, mla=False)
+    layout = SimpleNamespace(fingerprint=bytes(32))
+    groupings = ([["a", "b"]], [["b", "a"]], [["a"], ["b"]], [["ab"]])
+    assert len({held.shard(layout, layers) for layers in groupings}) == 4

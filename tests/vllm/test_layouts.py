@@ -7,7 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmcache_kernels.adapters.vllm.layouts import axes_of, describe_groups, group_shapes
+from lmcache_kernels.adapters.vllm.layouts import (
+    axes_of,
+    describe_groups,
+    group_shapes,
+    layer_names,
+)
 from lmcache_kernels.adapters.vllm.tracker import GroupShape
 from lmcache_kernels.errors import LayoutError
 
@@ -108,10 +113,26 @@ def test_a_layer_that_was_not_registered_is_named():
 
 
 def test_groups_say_how_they_page():
-    sliding = full(SlidingWindowSpec, tokens=32)
+    sliding = full(SlidingWindowSpec)
     sliding.sliding_window = 96
-    shapes = group_shapes(config((full(), ["a"]), (sliding, ["b"])))
-    assert shapes == [GroupShape(16), GroupShape(32, window=96)]
+    groups = config((full(), ["a", "c"]), (sliding, ["b"]))
+    assert group_shapes(groups) == [GroupShape(16), GroupShape(16, window=96)]
+    assert layer_names(groups) == [["a", "c"], ["b"]]
+
+
+def test_caches_whose_blocks_the_engine_rewrites_before_a_fence_are_refused():
+    other = config((full(), ["a"]), (full(tokens=32), ["b"]))
+    with pytest.raises(LayoutError, match=r"\[16, 32\] tokens a block"):
+        group_shapes(other)
+    zeroed = config((full(), ["a"]))
+    zeroed.needs_kv_cache_zeroing = True
+    with pytest.raises(LayoutError, match="zeroed"):
+        group_shapes(zeroed)
+
+
+def test_a_pipeline_stage_without_layers_of_a_group_is_refused():
+    with pytest.raises(LayoutError, match="without layers"):
+        group_shapes(config((full(), ["a"]), (full(), [])))
 
 
 def test_a_recurrent_group_is_refused_with_one_sentence():

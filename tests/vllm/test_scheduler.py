@@ -10,7 +10,7 @@ from lmcache_kernels.adapters.vllm.jobs import StepReport
 from lmcache_kernels.adapters.vllm.scheduler import SchedulerSide
 from lmcache_kernels.adapters.vllm.tracker import GroupShape
 from lmcache_kernels.errors import PeerGone, TransferTimeout
-from lmcache_kernels.transfer.messages import EndSession, Lookup
+from lmcache_kernels.transfer.messages import Clear, EndSession, Lookup
 from lmcache_kernels.transfer.moves import ABSENT
 
 CHUNK = 64
@@ -396,10 +396,110 @@ def test_salts_and_adapters_never_share(port):
 def test_unknown_requests_are_tolerated(port):
     side = make(port)
     side.finished("never seen")
-    side.allocated("never seen", ([1],), 3)
+    side.allocated("never seen", ([1],), 0)
     side.report(over(99, failed=[98]))
     output = step_output(
         new=[("x", ([1],), 0, 5)], cached=[("y", None, 0, 1, False)], preempted=["z"]
     )
     step = side.build_step(output)
     assert (step.loads, step.stores, step.fence) == ([], [], [])
+
+
+def test_blocks_given_to_a_request_we_do_not_follow_are_fenced_too(port):
+    side = make(port)
+    first = Request("a", list(range(CHUNK)))
+    ask(side, port, first, 0)
+    side.allocated("a", blocks_for(CHUNK), 0)
+    (store,) = side.build_step(step_output(new=[("a", blocks_for(CHUNK), 0, CHUNK)])).stores
+    side.finished("a")
+    stranger = Request("b", list(range(CHUNK)), prompt_embeds=object())
+    assert side.matched_tokens(stranger, 0) == (0, False)
+    side.allocated("b", ([101],), 0)
+    step = side.build_step(step_output(new=[("b", ([101],), 0, 10)]))
+    assert step.fence == [store.job_id]
+    step = side.build_step(step_output(cached=[("b", ([103],), 10, 10, False)]))
+    assert step.fence == [store.job_id]
+
+
+def test_what_builds_on_blocks_another_request_loads_in_this_step_is_not_stored(port):
+    """The engine shares them at once; if that load fails, both requests are recomputed."""
+    side = make(port, load_async=False)
+    loading = Request("a", list(range(2 * CHUNK)))
+    external, _ = ask(side, port, loading, 1)
+    side.allocated("a", blocks_for(2 * CHUNK), external)
+    sharing = Request("b", [*range(CHUNK), *range(900, 900 + CHUNK)])
+    ask(side, port, sharing, 1, local=CHUNK)
+    table = ([*blocks_for(CHUNK)[0], 1, 2, 3, 4],)
+    side.allocated("b", table, 0)
+    step = side.build_step(
+        step_output(new=[("a", blocks_for(128), CHUNK, CHUNK), ("b", table, CHUNK, CHUNK)])
+    )
+    assert step.stores == []
+    (load,) = step.loads
+    side.report(over(load.job_id))
+    step = side.build_step(
+        step_output(cached=[("a", None, 128, 1, False), ("b", None, 128, 1, False)])
+    )
+    assert sorted(store.block_ids[0][0] for store in step.stores) == [1, 104]
+
+
+def test_one_request_that_breaks_keeps_no_fence_or_load_of_others_from_the_step(port):
+    side = make(port)
+    first = Request("a", list(range(CHUNK)))
+    ask(side, port, first, 0)
+    side.allocated("a", blocks_for(CHUNK), 0)
+    (store,) = side.build_step(step_output(new=[("a", blocks_for(CHUNK), 0, CHUNK)])).stores
+    loading = Request("b", list(range(2 * CHUNK)))
+    external, _ = ask(side, port, loading, 1)
+    side.allocated("b", ([100, *range(50, 57)],), external)
+    broken = Request("c", [*range(CHUNK), *range(CHUNK - 1), -1])
+    assert side.matched_tokens(Request("d", list(range(10))), 0) == (0, False)
+    side.allocated("d", ([60],), 0)
+    side._trackers["c"] = side._trackers.pop("d")
+    side._trackers["c"].tokens = broken.all_token_ids
+    side._trackers["c"].prompt_chunks = 2
+    table = (list(range(60, 68)),)
+    step = side.build_step(step_output(new=[("c", table, 0, 2 * CHUNK)]))
+    assert step.fence == [store.job_id]
+    assert [load.request_id for load in step.loads] == ["b"]
+    assert step.stores == []
+
+
+def test_a_load_promised_to_a_request_we_lost_is_reported_as_failed(port):
+    side = make(port)
+    side.allocated("lost", ([5, 6],), 20)
+    (load,) = side.build_step(step_output()).loads
+    assert (load.request_id, load.digests, load.block_ids) == ("lost", [], [[5, 6]])
+    side.report(over(load.job_id, failed=[load.job_id]))
+    assert not side.has_running_jobs
+
+
+def test_a_refused_load_never_blames_blocks_that_were_shared(port):
+    side = make(port)
+    request = Request("a", list(range(2 * CHUNK)))
+    ask(side, port, request, 2, local=BLOCK)
+    side.refuse_load("a", blocks_for(2 * CHUNK))
+    (load,) = side.build_step(step_output()).loads
+    assert load.skip_tokens == BLOCK
+
+
+def test_a_model_with_one_windowed_group_loads_between_steps_only(port):
+    """Its failures are those of a whole request: what lies before the window was left out."""
+    side = make(port, groups=(GroupShape(BLOCK, window=64),), load_async=False)
+    assert ask(side, port, Request("a", list(range(300))), 2) == (2 * CHUNK, True)
+
+
+def test_a_reset_clears_this_model_and_forgets_what_was_looked_up(port):
+    side = make(port)
+    waiting = Request("a", list(range(2 * CHUNK)))
+    assert ask(side, port, waiting, 2)[0] > 0
+    assert side.reset() is True
+    (clear,) = port.of(Clear)
+    assert clear.shards == side.shards
+    assert ask(side, port, waiting, 0) == (0, False)
+    side.allocated("a", blocks_for(2 * CHUNK), 0)
+    (store,) = side.build_step(step_output(new=[("a", blocks_for(128), 0, 128)])).stores
+    assert side.reset() is False  # what that store publishes would survive
+    side.report(over(store.job_id))
+    assert side.reset() is True
+    assert len(port.of(Clear)) == 2

@@ -13,7 +13,7 @@ from lmcache_kernels.adapters.vllm.worker import WorkerSide
 from lmcache_kernels.transfer.context import EngineDrivenContext
 from lmcache_kernels.transfer.embedded import EmbeddedCache
 from lmcache_kernels.transfer.keys import shard_id
-from lmcache_kernels.transfer.messages import Clear, Register
+from lmcache_kernels.transfer.messages import Clear, Unregister
 from lmcache_kernels.views import group_of
 
 CHUNK = 8  # two blocks of four tokens
@@ -60,6 +60,11 @@ def stores(*jobs):
     return StepJobs(stores=[StoreJob(*job) for job in jobs])
 
 
+def run_stores(worker, step):
+    worker.start_loads(step)
+    worker.start_stores()
+
+
 def loads(*jobs, synchronous=False):
     return StepJobs(loads=[LoadJob(*job, synchronous) for job in jobs])
 
@@ -67,7 +72,7 @@ def loads(*jobs, synchronous=False):
 def test_a_stored_chunk_comes_back_and_both_jobs_are_reported_once(make, pages):
     worker = make()
     digests = names(2)
-    worker.start_stores(stores((1, digests, [[0, 1, 2, 3]])))
+    run_stores(worker, stores((1, digests, [[0, 1, 2, 3]])))
     assert worker.poll() == (set(), set())
     assert worker.take_report().over == {1: 1}
     worker.start_loads(loads((2, "a", digests, [[8, 9, 10, 11]], 0)))
@@ -86,7 +91,7 @@ def test_fault_c01_a_load_that_ends_early_names_the_blocks_from_there_on(make, p
     pass that says the load is over, once."""
     worker = make()
     digests = names(4)
-    worker.start_stores(stores((1, digests[:2], [[0, 1, 2, 3]])))
+    run_stores(worker, stores((1, digests[:2], [[0, 1, 2, 3]])))
     worker.poll()
     worker.take_report()
     to = [8, 9, 10, 11, 12, 13, 14, 15]
@@ -134,18 +139,18 @@ def test_a_load_without_chunks_has_failed(make):
 def test_a_rank_that_holds_copies_reports_stores_and_writes_nothing(make, cache, pages):
     digests = names(1)
     reader = make(writer=False)
-    reader.start_stores(stores((1, digests, [[0, 1]])))
+    run_stores(reader, stores((1, digests, [[0, 1]])))
     assert reader.take_report().over == {1: 1}
     reader.start_loads(loads((2, "a", digests, [[4, 5]], 0)))
     assert reader.poll() == ({"a"}, {"a"})
-    make().start_stores(stores((3, digests, [[0, 1]])))
+    run_stores(make(), stores((3, digests, [[0, 1]])))
     reader.start_loads(loads((4, "a", digests, [[4, 5]], 0)))
     assert reader.poll() == ({"a"}, set())
 
 
 def test_a_store_that_cannot_be_is_over_at_once(make):
     worker = make()
-    worker.start_stores(stores((1, names(1), [[0, 99]])))
+    run_stores(worker, stores((1, names(1), [[0, 99]])))
     worker.poll()
     assert worker.take_report().over == {1: 1}
 
@@ -154,7 +159,7 @@ def test_a_store_of_what_is_there_or_does_not_fit_is_over_and_harmless(make, cac
     worker = make()
     digests = names(1)
     for job in (1, 2):
-        worker.start_stores(stores((job, digests, [[0, 1]])))
+        run_stores(worker, stores((job, digests, [[0, 1]])))
     worker.poll()
     assert worker.take_report().over == {1: 1, 2: 1}
     cache.request(Clear(), 1.0).result()
@@ -162,13 +167,34 @@ def test_a_store_of_what_is_there_or_does_not_fit_is_over_and_harmless(make, cac
     assert worker.poll() == ({"a"}, {"a"})
 
 
+def test_stores_of_a_step_whose_end_was_left_out_start_before_the_next_or_are_given_up(make):
+    worker = make()
+    worker.start_loads(stores((1, names(1), [[0, 1]]), (2, names(1), [[2, 3]])))
+    assert worker.poll() == (set(), set())
+    assert not worker.take_report()
+    worker.fence(StepJobs(fence=[2]))
+    worker.poll()
+    assert worker.take_report().over == {1: 1, 2: 1}
+    digests = names(1)
+    run_stores(worker, stores((3, digests, [[2, 3]])))
+    worker.poll()
+    assert worker.take_report().over == {3: 1}
+
+
 def test_a_worker_the_server_forgot_registers_again(make, cache, pages):
     worker = make()
     digests = names(1)
-    worker.start_stores(stores((1, digests, [[0, 1]])))
-    instance = worker._context._instance
-    shard = worker._context.shard
-    cache.request(Register(instance=instance, shard=shard, chunk_bytes=1), 1.0).result()
+    run_stores(worker, stores((1, digests, [[0, 1]])))
+    cache.request(Unregister(instance=worker._context._instance), 1.0).result()
+    worker.start_loads(loads((2, "a", digests, [[4, 5]], 0)))
+    assert worker.poll() == ({"a"}, {"a"})
+    worker.start_loads(loads((3, "a", digests, [[4, 5]], 0)))
+    assert worker.poll() == ({"a"}, set())
+    assert torch.equal(oracle_chunk(pages, [4, 5]), oracle_chunk(pages, [0, 1]))
+
+
+def test_closing_twice_is_fine_and_fencing_unknown_jobs_too(make):
+    worker = make()
     worker.fence(StepJobs(fence=[1, 77]))
     worker.close()
     worker.close()
