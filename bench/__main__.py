@@ -17,12 +17,17 @@ def main() -> int:
     run.add_argument("name", choices=["store_load"])
     run.add_argument("--size-mb", type=int, default=256, help="payload of a case")
     run.add_argument("--rounds", type=int, default=15)
+    run.add_argument("--max-programs", type=int, help="bound on the kernels' grid")
     run.add_argument("--json", type=Path, help="also write the result here")
     arguments = parser.parse_args()
 
     header = machine.describe()
     print(json.dumps(header))
-    rows = store_load.run(size_mb=arguments.size_mb, rounds=arguments.rounds)
+    rows = store_load.run(
+        size_mb=arguments.size_mb,
+        rounds=arguments.rounds,
+        max_programs=arguments.max_programs,
+    )
     if arguments.json:
         result = {"machine": header, "rows": rows}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lmcache_kernels.adapters.messaging.client import CacheClient
+from lmcache_kernels.adapters.messaging.connect import connect
 from lmcache_kernels.adapters.server.spawn import spawn_server
-from lmcache_kernels.transfer.context import EngineDrivenContext
-from lmcache_kernels.transfer.keys import shard_id
 from lmcache_kernels.views import group_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from lmcache_kernels.transfer.context import EngineDrivenContext
 
 CHUNK_TOKENS = 256
 TIMEOUT = 120.0
@@ -50,17 +50,21 @@ CASES = (
 )
 
 
-def run(*, size_mb: int = 256, rounds: int = 15, device: str = "cuda:0") -> list[dict[str, Any]]:
+def run(
+    *, size_mb: int, rounds: int, max_programs: int | None, device: str = "cuda:0"
+) -> list[dict[str, Any]]:
     """Measure every case; one row each, seconds as [p20, p50, p80]."""
     rows = []
     with spawn_server(size_gb=5 * size_mb / 1024, chunk_size=CHUNK_TOKENS) as server:
         for case in CASES:
-            rows.append(_measure(case, size_mb << 20, rounds, device, server.url))
+            rows.append(_measure(case, size_mb << 20, rounds, device, server.url, max_programs))
             print(_line(rows[-1]), flush=True)
     return rows
 
 
-def _measure(case: Case, nbytes: int, rounds: int, device: str, url: str) -> dict[str, Any]:
+def _measure(
+    case: Case, nbytes: int, rounds: int, device: str, url: str, max_programs: int | None
+) -> dict[str, Any]:
     element = 2
     axes = case.axes.split()
     per_block = element * case.layers
@@ -79,32 +83,28 @@ def _measure(case: Case, nbytes: int, rounds: int, device: str, url: str) -> dic
     source, target = order[:blocks], order[blocks : 2 * blocks]
     host = torch.ones(moved, dtype=torch.uint8, pin_memory=True)
     there = torch.ones(moved, dtype=torch.uint8, device=device)
-    client = CacheClient(url, chunk_tokens=CHUNK_TOKENS)
-    client.wait_ready(TIMEOUT)
-    context = EngineDrivenContext(
-        [group_of(caches, case.axes)],
-        chunk_tokens=CHUNK_TOKENS,
-        shard=lambda layout: shard_id(layout.fingerprint, index=0, count=1),
-        instance=secrets.randbits(63),
-        port=client,
-        timeout=TIMEOUT,
-    )
 
-    def store() -> list[bytes]:
+    def store(context: EngineDrivenContext) -> list[bytes]:
         digests = [secrets.token_bytes(32) for _ in range(chunks)]
         stored = context.submit_store(digests, [source]).result.result(TIMEOUT)
         if stored != chunks:
             raise RuntimeError(f"stored {stored} of {chunks} chunks")
         return digests
 
-    def load(digests: list[bytes]) -> None:
+    def load(context: EngineDrivenContext, digests: list[bytes]) -> None:
         loaded = context.submit_retrieve(digests, [target]).result(TIMEOUT)
         if loaded != chunks:
             raise RuntimeError(f"loaded {loaded} of {chunks} chunks")
 
-    try:
-        digests = store()
-        load(digests)
+    with connect(
+        url,
+        [group_of(caches, case.axes)],
+        chunk_tokens=CHUNK_TOKENS,
+        timeout=TIMEOUT,
+        max_programs=max_programs,
+    ) as context:
+        digests = store(context)
+        load(context, digests)
         axis = axes.index("block")
         there_ids = torch.tensor(target, device=device)
         here_ids = torch.tensor(source, device=device)
@@ -115,18 +115,16 @@ def _measure(case: Case, nbytes: int, rounds: int, device: str, url: str) -> dic
         times: dict[str, list[float]] = {"store": [], "load": [], "link_out": [], "link_in": []}
         for _ in range(rounds):
             times["link_out"].append(_seconds(lambda: host.copy_(there)))
-            times["store"].append(_seconds(store))
+            times["store"].append(_seconds(lambda: store(context)))
             times["link_in"].append(_seconds(lambda: there.copy_(host)))
-            times["load"].append(_seconds(lambda names=digests: load(names)))
-            digests = store()
-    finally:
-        context.close()
-        client.close()
+            times["load"].append(_seconds(lambda names=digests: load(context, names)))
+            digests = store(context)
     median = {name: statistics.median(values) for name, values in times.items()}
     return {
         "case": case.name,
         "bytes": moved,
         "chunks": chunks,
+        "max_programs": max_programs,
         "bit_exact": exact,
         "seconds": {name: _quantiles(values) for name, values in times.items()},
         "store_gb_s": moved / median["store"] / 1e9,

@@ -20,9 +20,10 @@ ADAPTERS_MAY_USE = {
 PURE = [
     *("errors", "plane", "ids", "chunk_layout", "copy_config"),
     *("transfer.keys", "transfer.messages"),
-    *("transfer.slots", "transfer.store", "transfer.slot_header"),
-    *("adapters.messaging.wire", "adapters.messaging.session"),
-    *("adapters.vllm.tracker", "adapters.vllm.config"),
+    *("transfer.slots", "transfer.store", "transfer.slot_header", "transfer.chunk_table"),
+    *("transfer.expiring", "transfer.request_checks"),
+    *("adapters.messaging.wire", "adapters.messaging.session", "adapters.messaging.states"),
+    *("adapters.vllm.tracker", "adapters.vllm.config", "adapters.vllm.jobs"),
 ]
 IMPURE = {"torch", "triton", "zmq", "threading", "time"}
 """What a pure module loads neither itself nor through another module of ours."""

@@ -16,11 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lmcache_kernels.adapters.messaging.client import CacheClient
+from lmcache_kernels.adapters.messaging.connect import connect
 from lmcache_kernels.adapters.server.spawn import spawn_server
 from lmcache_kernels.errors import KVTransferError
-from lmcache_kernels.transfer.context import EngineDrivenContext
-from lmcache_kernels.transfer.keys import shard_id
 from lmcache_kernels.views import group_of
 
 if TYPE_CHECKING:
@@ -131,40 +129,26 @@ def _measure(
     expected = [cache.index_select(axis, _ids(source, device)) for cache in caches]
     step()
 
-    client = CacheClient(url, chunk_tokens=CHUNK_TOKENS)
-    try:
-        client.wait_ready(TIMEOUT)
-        context = EngineDrivenContext(
-            [group_of(caches, layout.axes)],
-            chunk_tokens=CHUNK_TOKENS,
-            shard=lambda described: shard_id(described.fingerprint, index=0, count=1),
-            instance=secrets.randbits(63),
-            port=client,
-            timeout=TIMEOUT,
-        )
-        try:
-            context.register()
-            # Loading compiled kernels and touching memory for the first time is not the copy.
-            context.submit_store([secrets.token_bytes(32)], [source]).result.result(TIMEOUT)
-            stores, names = [], []
-            for _ in range(ROUNDS):
-                names = [secrets.token_bytes(32) for _ in range(chunks)]
-                start = time.perf_counter()
-                context.submit_store(names, [source]).result.result(TIMEOUT)
-                stores.append(time.perf_counter() - start)
-                step()
-            for cache in caches:
-                cache.zero_()
-            loads, loaded = [], 0
-            for _ in range(ROUNDS):
-                start = time.perf_counter()
-                loaded = context.submit_retrieve(names, [target]).result(TIMEOUT)
-                loads.append(time.perf_counter() - start)
-                step()
-        finally:
-            context.close()
-    finally:
-        client.close()
+    with connect(
+        url, [group_of(caches, layout.axes)], chunk_tokens=CHUNK_TOKENS, timeout=TIMEOUT
+    ) as context:
+        # Loading compiled kernels and touching memory for the first time is not the copy.
+        context.submit_store([secrets.token_bytes(32)], [source]).result.result(TIMEOUT)
+        stores, names = [], []
+        for _ in range(ROUNDS):
+            names = [secrets.token_bytes(32) for _ in range(chunks)]
+            start = time.perf_counter()
+            context.submit_store(names, [source]).result.result(TIMEOUT)
+            stores.append(time.perf_counter() - start)
+            step()
+        for cache in caches:
+            cache.zero_()
+        loads, loaded = [], 0
+        for _ in range(ROUNDS):
+            start = time.perf_counter()
+            loaded = context.submit_retrieve(names, [target]).result(TIMEOUT)
+            loads.append(time.perf_counter() - start)
+            step()
     exact = loaded == chunks and all(
         torch.equal(
             cache.index_select(axis, _ids(target, device)).view(torch.uint8),

@@ -13,10 +13,10 @@ def device():
     return "cuda:0"
 
 
-def test_a_store_reads_what_the_engine_had_queued_and_not_yet_computed(connect, device):
+def test_a_store_reads_what_the_engine_had_queued_and_not_yet_computed(connected, device):
     """Submitting returns while the device still computes; the gather waits for that work."""
     cache = make_cache(BY_NAME["kv_first_nhd"], blocks=8, device=device)  # noqa: F405
-    context = connect([group_of(cache.tensors, cache.axes)])  # noqa: F405
+    context = connected([group_of(cache.tensors, cache.axes)])  # noqa: F405
     for _ in range(20):
         cache.fill(1)
         torch.cuda.current_stream().synchronize()  # noqa: F405
@@ -29,9 +29,9 @@ def test_a_store_reads_what_the_engine_had_queued_and_not_yet_computed(connect, 
         assert set(oracle_chunk(cache, [4, 5]).tolist()) == {2}  # noqa: F405
 
 
-def test_after_a_flush_the_blocks_may_be_overwritten(connect, device):
+def test_after_a_flush_the_blocks_may_be_overwritten(connected, device):
     cache = make_cache(BY_NAME["kv_first_nhd"], blocks=8, device=device)  # noqa: F405
-    context = connect([group_of(cache.tensors, cache.axes)])  # noqa: F405
+    context = connected([group_of(cache.tensors, cache.axes)])  # noqa: F405
     stored = 0
     for _ in range(20):
         cache.fill(3)
@@ -75,13 +75,13 @@ def test_chunks_across_the_borders_of_pinned_pieces_move_whole(monkeypatch, devi
         client.close()
 
 
-def test_a_copy_that_fails_half_way_waits_for_what_was_queued(monkeypatch, connect, device):
+def test_a_copy_that_fails_half_way_waits_for_what_was_queued(monkeypatch, connected, device):
     """The error comes when nothing touches the blocks or the slots any more, and work goes on."""
     from lmcache_kernels.transfer import staged_mover
 
     cache = make_cache(BY_NAME["kv_first_nhd"], blocks=12, device=device)  # noqa: F405
     cache.fill_random(15)
-    context = connect([group_of(cache.tensors, cache.axes)])  # noqa: F405
+    context = connected([group_of(cache.tensors, cache.axes)])  # noqa: F405
     calls = []
     real = staged_mover.host_bytes
 
@@ -98,3 +98,30 @@ def test_a_copy_that_fails_half_way_waits_for_what_was_queued(monkeypatch, conne
     assert load(context, digests, [6, 7, 8, 9, 10, 11]) == 0  # noqa: F405
     assert store(context, digests, [0, 1, 2, 3, 4, 5]) == 3  # noqa: F405
     assert load(context, digests, [6, 7, 8, 9, 10, 11]) == 3  # noqa: F405
+
+
+def test_memory_that_cannot_be_pinned_costs_a_warning_and_leaves_no_error_behind(caplog, device):
+    """CUDA hands the error of a failed registration to whoever asks next: a kernel launch."""
+    import mmap
+
+    from lmcache_kernels.transfer.pinning import PinnedRegion
+
+    region = PinnedRegion(1 << 46, mmap.PAGESIZE)  # nothing is mapped there
+    assert not region.pinned
+    assert len([r for r in caplog.records if "could not pin" in r.getMessage()]) == 1
+    assert torch.zeros(8, device=device).add_(1).sum().item() == 8  # noqa: F405
+    region.close()
+
+
+def test_closing_drops_what_has_not_begun_and_waits_for_what_has(connected, device):
+    cache = make_cache(BY_NAME["kv_first_nhd"], blocks=8, device=device)  # noqa: F405
+    context = connected([group_of(cache.tensors, cache.axes)])  # noqa: F405
+    torch.cuda._sleep(200_000_000)  # noqa: F405  # some 100 ms that every gather waits for
+    transfers = [context.submit_store(names(1), [[0, 1]]) for _ in range(20)]  # noqa: F405
+    context.close()
+    outcomes = [transfer.result.exception(WAIT) for transfer in transfers]  # noqa: F405
+    assert all(error is None or isinstance(error, Closed) for error in outcomes)  # noqa: F405
+    assert any(isinstance(error, Closed) for error in outcomes)  # noqa: F405
+    late = context.submit_store(names(1), [[0, 1]])  # noqa: F405
+    assert isinstance(late.result.exception(WAIT), Closed)  # noqa: F405
+    context.flush_inflight_stores(1.0)

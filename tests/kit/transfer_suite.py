@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from arena_tools import damage_headers
 from cachekit import BY_NAME, LAYOUTS, make_cache, oracle_chunk, untouched_outside
 
 from lmcache_kernels.adapters.messaging.client import CacheClient
+from lmcache_kernels.adapters.messaging.connect import connect
 from lmcache_kernels.adapters.server.spawn import spawn_server
 from lmcache_kernels.errors import Closed, KVTransferError, LayoutError, PeerGone
 from lmcache_kernels.transfer.context import EngineDrivenContext
@@ -33,30 +35,16 @@ def server():
 
 
 @pytest.fixture
-def connect(server):
-    """Makes clients of the module's server and closes what was made."""
-    opened = []
+def connected(server):
+    """Makes contexts at the module's server and closes what was made."""
+    with ExitStack() as opened:
 
-    def make(groups, **options):
-        client = CacheClient(server.url, chunk_tokens=CHUNK_TOKENS)
-        client.wait_ready(WAIT)
-        context = EngineDrivenContext(
-            groups,
-            chunk_tokens=CHUNK_TOKENS,
-            shard=lambda layout: shard_id(layout.fingerprint, index=0, count=1),
-            instance=secrets.randbits(63),
-            port=client,
-            timeout=WAIT,
-            **options,
-        )
-        opened.append((context, client))
-        context.register()
-        return context
+        def make(groups):
+            return opened.enter_context(
+                connect(server.url, groups, chunk_tokens=CHUNK_TOKENS, timeout=WAIT)
+            )
 
-    yield make
-    for context, client in opened:
-        context.close()
-        client.close()
+        yield make
 
 
 def names(count):
@@ -73,7 +61,7 @@ def load(context, digests, ids, **options):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_every_layout_comes_back_bit_exact_in_other_blocks(layout, dtype, device, connect):
+def test_every_layout_comes_back_bit_exact_in_other_blocks(layout, dtype, device, connected):
     source = make_cache(layout, blocks=12, dtype=dtype, device=device)
     source.fill_random(11)
     target = make_cache(layout, blocks=12, dtype=dtype, device=device)
@@ -81,10 +69,10 @@ def test_every_layout_comes_back_bit_exact_in_other_blocks(layout, dtype, device
     ids, to = [7, 0, 3, 11, 5, 2], [1, 10, 4, 8, 0, 9]
     expected = oracle_chunk(source, ids)
     kept = source.snapshot()
-    assert store(connect([group_of(source.tensors, layout.axes)]), digests, ids) == 3
+    assert store(connected([group_of(source.tensors, layout.axes)]), digests, ids) == 3
     assert untouched_outside(source, kept, [])
     before = target.snapshot()
-    assert load(connect([group_of(target.tensors, layout.axes)]), digests, to) == 3
+    assert load(connected([group_of(target.tensors, layout.axes)]), digests, to) == 3
     assert torch.equal(oracle_chunk(target, to), expected)
     assert untouched_outside(target, before, to)
 
@@ -94,13 +82,13 @@ def test_every_layout_comes_back_bit_exact_in_other_blocks(layout, dtype, device
     [torch.float32, torch.float16, torch.uint8, torch.int8, torch.float8_e5m2],
     ids=str,
 )
-def test_every_byte_value_survives_storing(dtype, device, connect):
+def test_every_byte_value_survives_storing(dtype, device, connected):
     """NaN patterns among them: bytes are moved, never converted."""
     layout = BY_NAME["kv_first_hnd"]
     source = make_cache(layout, blocks=8, dim=32, dtype=dtype, device=device)
     for storage in source.storages:
         storage.copy_(torch.arange(storage.numel()).remainder(256).to(torch.uint8))
-    context = connect([group_of(source.tensors, layout.axes)])
+    context = connected([group_of(source.tensors, layout.axes)])
     expected = oracle_chunk(source, [3, 4])
     assert set(expected.tolist()) == set(range(256))
     digests = names(1)
@@ -109,27 +97,27 @@ def test_every_byte_value_survives_storing(dtype, device, connect):
     assert torch.equal(oracle_chunk(source, [6, 1]), expected)
 
 
-def test_token_major_and_head_major_engines_share_chunks(device, connect):
+def test_token_major_and_head_major_engines_share_chunks(device, connected):
     nhd = make_cache(BY_NAME["kv_first_nhd"], blocks=8, device=device)
     hnd = make_cache(BY_NAME["block_first_hnd"], blocks=8, device=device)
     nhd.fill_random(2)
     digests = names(2)
-    assert store(connect([group_of(nhd.tensors, nhd.axes)]), digests, [1, 2, 3, 4]) == 2
-    assert load(connect([group_of(hnd.tensors, hnd.axes)]), digests, [0, 7, 6, 5]) == 2
+    assert store(connected([group_of(nhd.tensors, nhd.axes)]), digests, [1, 2, 3, 4]) == 2
+    assert load(connected([group_of(hnd.tensors, hnd.axes)]), digests, [0, 7, 6, 5]) == 2
     assert torch.equal(oracle_chunk(hnd, [0, 7, 6, 5]), oracle_chunk(nhd, [1, 2, 3, 4]))
 
 
-def test_caches_of_other_shapes_never_share(device, connect):
+def test_caches_of_other_shapes_never_share(device, connected):
     one = make_cache(BY_NAME["kv_first_nhd"], heads=2, device=device)
     other = make_cache(BY_NAME["kv_first_nhd"], heads=4, dim=4, device=device)
     digests = names(1)
-    assert store(connect([group_of(one.tensors, one.axes)]), digests, [0, 1]) == 1
+    assert store(connected([group_of(one.tensors, one.axes)]), digests, [0, 1]) == 1
     before = other.snapshot()
-    assert load(connect([group_of(other.tensors, other.axes)]), digests, [0, 1]) == 0
+    assert load(connected([group_of(other.tensors, other.axes)]), digests, [0, 1]) == 0
     assert untouched_outside(other, before, [])
 
 
-def test_several_groups_travel_together(device, connect):
+def test_several_groups_travel_together(device, connected):
     """Groups with their own block sizes, widths, dtypes and block ids."""
     kinds = [
         ("kv_first_hnd", 4, torch.float16),
@@ -142,7 +130,7 @@ def test_several_groups_travel_together(device, connect):
     ]
     for cache in caches:
         cache.fill_random(4)
-    context = connect([group_of(cache.tensors, cache.axes) for cache in caches])
+    context = connected([group_of(cache.tensors, cache.axes) for cache in caches])
     ids = [[5, 1, 9, 3], [0, 1, 2, 3, 12, 13, 14, 15], [7, 2]]
     to = [[0, 2, 4, 6], [4, 5, 6, 7, 8, 9, 10, 11], [0, 15]]
     expected = [oracle_chunk(cache, i) for cache, i in zip(caches, ids, strict=True)]
@@ -158,11 +146,11 @@ def test_several_groups_travel_together(device, connect):
 @pytest.mark.parametrize(
     ("skip", "kept"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (21, 5), (64, 6)]
 )
-def test_skipped_leading_tokens_leave_whole_blocks_alone(skip, kept, device, connect):
+def test_skipped_leading_tokens_leave_whole_blocks_alone(skip, kept, device, connected):
     """Those blocks are shared with other requests; the skip runs on over every chunk."""
     cache = make_cache(BY_NAME["kv_first_nhd"], blocks=14, device=device)
     cache.fill_random(6)
-    context = connect([group_of(cache.tensors, cache.axes)])
+    context = connected([group_of(cache.tensors, cache.axes)])
     digests = names(3)
     ids, to = [0, 1, 2, 3, 4, 5], [8, 9, 10, 11, 12, 13]
     expected = oracle_chunk(cache, ids[kept:]) if kept < 6 else None
@@ -174,10 +162,10 @@ def test_skipped_leading_tokens_leave_whole_blocks_alone(skip, kept, device, con
         assert torch.equal(oracle_chunk(cache, to[kept:]), expected)
 
 
-def test_absent_blocks_are_skipped(device, connect):
+def test_absent_blocks_are_skipped(device, connected):
     cache = make_cache(BY_NAME["fused_hnd"], blocks=10, device=device)
     cache.fill_random(8)
-    context = connect([group_of(cache.tensors, cache.axes)])
+    context = connected([group_of(cache.tensors, cache.axes)])
     digests = names(2)
     expected = oracle_chunk(cache, [1, 3])
     store(context, digests, [0, 1, 2, 3])
@@ -187,11 +175,11 @@ def test_absent_blocks_are_skipped(device, connect):
     assert untouched_outside(cache, before, [8, 9])
 
 
-def test_fault_a12_a_tail_that_is_no_whole_chunk_is_ignored(device, connect):
+def test_fault_a12_a_tail_that_is_no_whole_chunk_is_ignored(device, connected):
     """68 blocks for 8 whole chunks of 8: 4 tail blocks; and a prompt without a whole chunk."""
     cache = make_cache(BY_NAME["latent"], blocks=140, tokens=1, device=device)
     cache.fill_random(9)
-    context = connect([group_of(cache.tensors, cache.axes)])
+    context = connected([group_of(cache.tensors, cache.axes)])
     ids = list(range(68))
     digests = names(8)
     expected = oracle_chunk(cache, ids[:64])
@@ -205,9 +193,9 @@ def test_fault_a12_a_tail_that_is_no_whole_chunk_is_ignored(device, connect):
     assert load(context, [], [0, 1, 2]) == 0
 
 
-def test_bad_block_ids_are_refused_before_anything_moves(device, connect):
+def test_bad_block_ids_are_refused_before_anything_moves(device, connected):
     cache = make_cache(BY_NAME["kv_first_nhd"], blocks=6, device=device)
-    context = connect([group_of(cache.tensors, cache.axes)])
+    context = connected([group_of(cache.tensors, cache.axes)])
     before = cache.snapshot()
     digests = names(2)
     for ids, message in (
@@ -227,10 +215,10 @@ def test_bad_block_ids_are_refused_before_anything_moves(device, connect):
     assert untouched_outside(cache, before, [])
 
 
-def test_a_chunk_is_stored_once_and_absent_ones_end_a_load(device, connect):
+def test_a_chunk_is_stored_once_and_absent_ones_end_a_load(device, connected):
     cache = make_cache(BY_NAME["kv_first_nhd"], blocks=12, device=device)
     cache.fill_random(10)
-    context = connect([group_of(cache.tensors, cache.axes)])
+    context = connected([group_of(cache.tensors, cache.axes)])
     digests = names(4)
     assert store(context, digests[:2], [0, 1, 2, 3]) == 2
     assert store(context, digests[:3], [0, 1, 2, 3, 4, 5]) == 1
@@ -302,9 +290,9 @@ def test_a_killed_server_fails_transfers_and_its_successor_serves_them(device):
         client.close()
 
 
-def test_after_close_everything_is_refused_through_the_future(device, connect):
+def test_after_close_everything_is_refused_through_the_future(device, connected):
     cache = make_cache(BY_NAME["kv_first_nhd"], device=device)
-    context = connect([group_of(cache.tensors, cache.axes)])
+    context = connected([group_of(cache.tensors, cache.axes)])
     context.close()
     context.close()
     with pytest.raises(Closed):
