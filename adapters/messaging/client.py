@@ -60,6 +60,7 @@ class CacheClient:
 
     Raises:
         ConfigError: a URL or interval that cannot work.
+        TransportError: no socket could be opened.
     """
 
     def __init__(

@@ -328,7 +328,7 @@ class Session:
         if message.instance is None or message.instance != self.instance_id:
             return
         knows = reply.registered if isinstance(reply, Pong) else isinstance(message, Register)
-        if self.registered and not knows:
+        if self.registered and not knows and not isinstance(message, Unregister):
             logger.warning("%s: worker %d is not registered any more", self.url, message.instance)
         self.registered = knows
 

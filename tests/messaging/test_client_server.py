@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import itertools
 import os
 import socket
 import subprocess
@@ -16,7 +18,7 @@ import psutil
 import pytest
 import zmq
 
-from lmcache_kernels.adapters.messaging import sockets, wire
+from lmcache_kernels.adapters.messaging import dealer, sockets, wire
 from lmcache_kernels.adapters.messaging.client import CacheClient
 from lmcache_kernels.adapters.messaging.server import CacheServerLoop
 from lmcache_kernels.adapters.messaging.session import MAX_PENDING
@@ -28,6 +30,7 @@ from lmcache_kernels.errors import (
     RemoteError,
     RemoteProtocolError,
     TransferTimeout,
+    TransportError,
 )
 from lmcache_kernels.transfer.messages import (
     PROTOCOL_VERSION,
@@ -378,6 +381,92 @@ def test_a_server_that_does_not_fit_is_refused(arguments, words, start_server, c
     error = client.request(lookup(1), 5).exception(10)
     assert isinstance(error, PeerGone)
     assert str(error) == client.refused
+
+
+# --- sockets that cannot be opened ----------------------------------------------------------------
+
+
+class Exhausted:
+    """What makes sockets, as it is when the process has no descriptors left."""
+
+    def __init__(self, monkeypatch, target, name):
+        self.attempts: list[float] = []
+        self.failing = threading.Event()
+        original = getattr(target, name)
+
+        def limited(*arguments):
+            if not self.failing.is_set():
+                return original(*arguments)
+            self.attempts.append(time.monotonic())
+            raise zmq.ZMQError(errno.EMFILE)
+
+        monkeypatch.setattr(target, name, limited)
+
+
+@pytest.fixture(params=["socket", "monitor"])
+def exhausted(request, monkeypatch):
+    where = {
+        "socket": (dealer, "bounded_socket"),
+        "monitor": (zmq.Socket, "get_monitor_socket"),
+    }
+    return Exhausted(monkeypatch, *where[request.param])
+
+
+def test_a_client_without_descriptors_connects_again_once_there_are_some(
+    start_server, connect, exhausted, monkeypatch, eventually, caplog
+):
+    monkeypatch.setattr(dealer, "RECONNECT_MAX_MS", 100)
+    first = start_server()
+    client = connect(first.url)
+    for _ in range(2):
+        exhausted.attempts.clear()
+        caplog.clear()
+        exhausted.failing.set()
+        first.stop()
+        eventually(lambda: len(exhausted.attempts) >= 4)
+        assert isinstance(client.request(lookup(1), 5).exception(10), PeerGone)
+        with pytest.raises(PeerGone, match="no socket could be opened: Too many open files"):
+            client.wait_ready(0)
+        pauses = [b - a for a, b in itertools.pairwise(exhausted.attempts)]
+        assert min(pauses) >= 0.1, "it must not spin"
+        warnings = [r for r in caplog.records if "no socket could be opened" in r.message]
+        assert len(warnings) == 1
+        exhausted.failing.clear()
+        first = start_server(first.url)
+        client.wait_ready(10)
+        assert client.request(lookup(2), 5).result(10) == Found(chunks=2)
+
+
+def test_a_client_without_descriptors_closes_at_once(start_server, connect, exhausted, eventually):
+    server = start_server()
+    client = connect(server.url)
+    exhausted.failing.set()
+    server.stop()
+    eventually(lambda: exhausted.attempts)
+    began = time.monotonic()
+    client.close()
+    assert time.monotonic() - began < dealer.RECONNECT_MAX_MS / 1000
+    assert not client._thread.is_alive()
+    assert len(exhausted.attempts) == 1
+
+
+def test_a_client_that_cannot_open_its_first_socket_says_so(exhausted):
+    exhausted.failing.set()
+    with pytest.raises(TransportError, match="no socket could be opened: Too many open files"):
+        CacheClient("tcp://127.0.0.1:1")
+
+
+def test_a_shared_context_that_is_terminated_ends_its_clients(server, connect):
+    context = zmq.Context()
+    client = connect(server.url, context=context)
+    server.service.gate.clear()
+    future = client.request(lookup(1), 60)
+    assert server.service.entered.wait(10)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(context.term).result(10)
+    assert isinstance(future.exception(10), Closed)
+    client.close()
+    assert not client._thread.is_alive()
 
 
 # --- closing --------------------------------------------------------------------------------------

@@ -70,7 +70,8 @@ GOLDEN = [
     (m.Unregister(instance=1), "82a26f70aa756e7265676973746572a8696e7374616e636501"),
     (m.Done(), "81a26f70a4646f6e65"),
     (m.EndSession(request="r"), "82a26f70aa656e6473657373696f6ea772657175657374a172"),
-    (m.Clear(), "81a26f70a5636c656172"),
+    (m.Clear(), "82a26f70a5636c656172a673686172647390"),
+    (m.Clear(shards=[b"s"]), "82a26f70a5636c656172a673686172647391c40173"),
     (m.Cleared(chunks=4), "82a26f70a7636c6561726564a66368756e6b7304"),
     (m.Found(chunks=4), "82a26f70a5666f756e64a66368756e6b7304"),
     (
