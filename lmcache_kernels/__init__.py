@@ -14,7 +14,7 @@ from .plane import CacheGroup, Plane
 
 if TYPE_CHECKING:
     from .copying import copy_blocks
-    from .views import plane_of
+    from .views import group_of, opaque_group_of, plane_of
 
 __version__ = "0.1.0"
 
@@ -25,10 +25,17 @@ __all__ = [
     "Plane",
     "__version__",
     "copy_blocks",
+    "group_of",
+    "opaque_group_of",
     "plane_of",
 ]
 
-_LAZY = {"copy_blocks": "copying", "plane_of": "views"}
+_LAZY = {
+    "copy_blocks": "copying",
+    "group_of": "views",
+    "opaque_group_of": "views",
+    "plane_of": "views",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .copy_config import choose_config
 from .errors import LayoutError
-from .ids import check_ids, check_pairing
+from .ids import as_ids, check_ids, check_pairing
 from .plane import Plane, access_unit, check_compatible, coalesce
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def copy_blocks(
 
     Bytes move as they are, whatever they mean. On a GPU the copy is queued on torch's current
     stream and this returns at once; in host memory it is done on return. Source and destination
-    must not overlap.
+    must not overlap; of one and the same plane that is checked.
 
     Args:
         dst, src: planes of equal rows, tokens, heads and width on one device; strides are free.
@@ -42,7 +42,8 @@ def copy_blocks(
         max_programs: bound on the GPU grid, to leave the model its multiprocessors.
 
     Raises:
-        LayoutError: planes that do not fit, other devices, or bad ids; nothing was written.
+        LayoutError: planes that do not fit, other devices, bad ids, or blocks of one plane that are
+            both read and written; nothing was written.
     """
     prepare_copy(dst, src, max_programs=max_programs).copy(dst_ids, src_ids)
 
@@ -65,6 +66,7 @@ class PreparedCopy:
         if max_programs is not None and max_programs < 1:
             raise LayoutError(f"max_programs: expected >= 1, got {max_programs}")
         self._dst, self._src = coalesce(dst, src)
+        self._same_place = dst.bases == src.bases
         self._unit = access_unit(self._dst, self._src)
         self._on_host = dst.device == "cpu" and not interpreting()
         if not self._on_host:
@@ -80,9 +82,14 @@ class PreparedCopy:
         Raises:
             LayoutError: an id out of range, a destination named twice, or lists of other lengths.
         """
+        dst_ids = as_ids(dst_ids, name="dst_ids")
+        src_ids = as_ids(src_ids, name="src_ids")
         check_pairing(dst_ids, src_ids)
         check_ids(dst_ids, self._dst.num_blocks, name="dst_ids", unique=True)
         check_ids(src_ids, self._src.num_blocks, name="src_ids")
+        if self._same_place and not set(dst_ids).isdisjoint(src_ids):
+            both = sorted(set(dst_ids).intersection(src_ids))
+            raise LayoutError(f"blocks {both[:8]} are read and written by one copy of one plane")
         if not dst_ids:
             return
         if self._on_host:

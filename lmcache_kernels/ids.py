@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 from .errors import LayoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+
+def as_ids(ids: Iterable[int], *, name: str) -> Sequence[int]:
+    """The ids as a sequence of plain integers.
+
+    Raises:
+        LayoutError: something among them that is no integer.
+    """
+    if isinstance(ids, range):
+        return ids
+    try:
+        return [*map(operator.index, ids)]
+    except TypeError as error:
+        raise LayoutError(f"{name}: expected integers: {error}") from error
 
 
 def check_ids(ids: Sequence[int], num_blocks: int, *, name: str, unique: bool = False) -> None:

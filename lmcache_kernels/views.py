@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from .errors import LayoutError
 from .plane import CacheGroup, Plane
@@ -38,8 +38,6 @@ def plane_of(tensors: torch.Tensor | Sequence[torch.Tensor], axes: str) -> Plane
             not fit, naming them; last axis not dense.
     """
     items = _as_list(tensors)
-    if not items:
-        raise LayoutError("tensors: expected at least one, got none")
     names = axes.split()
     _check_axes(names, axes)
     first = items[0]
@@ -100,7 +98,17 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def _as_list(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return list(tensors) if isinstance(tensors, (list, tuple)) else [cast("torch.Tensor", tensors)]
+    import torch
+
+    items = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if not items:
+        raise LayoutError("tensors: expected at least one, got none")
+    for index, item in enumerate(items):
+        if not isinstance(item, torch.Tensor):
+            raise LayoutError(
+                f"tensors[{index}]: expected a torch.Tensor, got {type(item).__name__}"
+            )
+    return items
 
 
 def _flat_page(page: torch.Tensor) -> torch.Tensor:
@@ -135,6 +143,8 @@ def _check_tensors(items: list[torch.Tensor], names: list[str], axes: str) -> No
         raise LayoutError(f"tensor: expected {len(names)} axes ({axes!r}), got {where}")
     if 0 in first.shape:
         raise LayoutError(f"tensor: expected no empty axis ({axes!r}), got {where}")
+    if "kv" in names and first.shape[names.index("kv")] > 2:
+        raise LayoutError(f"tensor: expected one or two entries of kv ({axes!r}), got {where}")
     dim = names.index("dim")
     if first.shape[dim] > 1 and first.stride(dim) != 1:
         raise LayoutError(f"tensor: expected a dense dim axis ({axes!r}), got {where}")

@@ -91,6 +91,13 @@ def test_layers_that_differ_are_refused_naming_what(other, message):
         plane_of([torch.zeros(2, 3, 4, 5), other], "block token head dim")
 
 
+def test_what_is_no_tensor_or_no_cache_is_refused():
+    with pytest.raises(LayoutError, match=r"tensors\[1\]: expected a torch.Tensor, got tuple"):
+        plane_of([torch.zeros(2, 3), (1, 2)], "block dim")
+    with pytest.raises(LayoutError, match="one or two entries of kv"):
+        plane_of(torch.zeros(2, 64, 16, 8, 4), "block kv token head dim")
+
+
 def test_tensors_without_bytes_are_refused():
     for tensors, message in (
         ([], "at least one"),

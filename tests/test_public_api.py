@@ -17,6 +17,8 @@ PUBLIC = {
         "Plane",
         "__version__",
         "copy_blocks",
+        "group_of",
+        "opaque_group_of",
         "plane_of",
     ],
 }

@@ -176,7 +176,7 @@ def sweep_stale_segments(directory: Path = SHM_DIRECTORY) -> list[str]:
         finally:
             os.close(descriptor)
     if swept:
-        logger.warning("removed %d segments of dead processes in %s", len(swept), directory)
+        logger.info("removed %d arenas that dead processes had left in %s", len(swept), directory)
     return swept
 
 
@@ -230,7 +230,8 @@ def _reserve(descriptor: int, nbytes: int, directory: Path) -> None:
 
 def _no_room(need: int, have: int, directory: Path) -> CapacityError:
     return CapacityError(
-        f"arena: need {need} bytes in {directory}, have {have}. Ask for a smaller arena, or give "
+        f"arena: need {need} bytes in {directory}, have {have} ({need / 2**30:.2f} GiB of "
+        f"{have / 2**30:.2f} GiB). Ask for a smaller arena, or give "
         f"{directory} more (docker: --shm-size; otherwise: mount -o remount,size=... {directory})"
     )
 

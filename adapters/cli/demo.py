@@ -88,6 +88,9 @@ def run_demo(*, size_mb: int = 256, device: str = "auto") -> int:
     console = Console()
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        console.print("[red]failed:[/red] torch sees no CUDA device; use --device cpu")
+        return 1
     if device == "cuda":
         device = f"cuda:{torch.cuda.current_device()}"
     console.print(f"device: {_device_name(device)}")
@@ -207,7 +210,7 @@ def _table(results: list[tuple[DemoLayout, Figures]]) -> Table:
     )
     for name in (
         "layout",
-        "MB",
+        "MiB",
         "store GB/s",
         "of copy",
         "load GB/s",
@@ -218,7 +221,7 @@ def _table(results: list[tuple[DemoLayout, Figures]]) -> Table:
     for layout, f in results:
         table.add_row(
             layout.name,
-            f"{f.nbytes / 1e6:.0f}",
+            f"{f.nbytes / 2**20:.0f}",
             f"{f.nbytes / f.store / 1e9:.1f}",
             f"{f.plain_out / f.store:.2f}",
             f"{f.nbytes / f.load / 1e9:.1f}",

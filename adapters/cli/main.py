@@ -47,15 +47,17 @@ def _main(
 
 @app.command()
 def serve(
-    host: Annotated[
-        str, typer.Option(help="Address to bind; a loopback address unless keys are set up.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Loopback address to bind.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="TCP port to bind; 0 takes a free one.")
     ] = 5555,
     l1_size_gb: Annotated[
         float,
-        typer.Option("--l1-size-gb", min=0.001, help="Host memory for chunks, in GiB of /dev/shm."),
+        typer.Option(
+            "--l1-size-gb",
+            min=0.001,
+            help="Host memory for chunks (the first level), in GiB of /dev/shm.",
+        ),
     ] = 4.0,
     chunk_size: Annotated[
         int, typer.Option("--chunk-size", min=1, help="Tokens of one chunk; engines must agree.")

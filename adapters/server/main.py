@@ -10,6 +10,7 @@ import secrets
 import signal
 import sys
 import threading
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from lmcache_kernels.adapters.messaging.server import CacheServerLoop
@@ -37,7 +38,7 @@ def serve(
     chunk_size: int = 256,
     stop_on_eof: bool = False,
 ) -> None:
-    """Run a cache server in the main thread until SIGTERM or SIGINT, then remove its arena.
+    """Run a cache server in the main thread until SIGTERM, SIGINT or SIGHUP, then remove its arena.
 
     Args:
         size_gb: host memory for chunks, in GiB of /dev/shm.
@@ -87,14 +88,17 @@ def _serve(size_gb: float, host: str, port: int, chunk_size: int, stop_on_eof: b
             loop.run(service)
         finally:
             arena.close()
-        logger.info("stopped; %s; %s", loop.counters, service.stats())
+        stats = service.stats() | asdict(loop.counters)
+        logger.info(
+            "stopped; %s", ", ".join(f"{name} {count}" for name, count in stats.items() if count)
+        )
 
 
 @contextlib.contextmanager
 def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
     before = {
         number: signal.signal(number, lambda *_: stop())
-        for number in (signal.SIGTERM, signal.SIGINT)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     }
     try:
         yield

@@ -46,6 +46,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+
+def _log_as_vllm_does() -> None:
+    """vLLM configures its own loggers only; give ours its handlers and level."""
+    ours, theirs = logging.getLogger("lmcache_kernels"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False
+
+
+_log_as_vllm_does()
+
 F = TypeVar("F", bound="Callable[..., Any]")
 
 

@@ -209,6 +209,34 @@ def test_a_gather_may_name_a_block_twice(device):
     assert torch.equal(gather(cache, [4, 4], device), oracle_chunk(cache, [4, 4]))
 
 
+def test_one_copy_never_reads_and_writes_a_block_of_one_plane(device):
+    """Which of both comes first would be undefined: moving blocks around takes two copies."""
+    cache = make_cache(BY_NAME["kv_first_nhd"], blocks=8, device=device)
+    cache.fill_random(4)
+    plane = group(cache).planes[0]
+    before = cache.snapshot()
+    with pytest.raises(LayoutError, match=r"blocks \[0, 1\] are read and written"):
+        copy_blocks(plane, [0, 1], plane, [1, 0])
+    settle(device)
+    assert untouched_outside(cache, before, [])
+    expected = oracle_chunk(cache, [0, 1])
+    copy_blocks(plane, [4, 5], plane, [0, 1])
+    settle(device)
+    assert torch.equal(oracle_chunk(cache, [4, 5]), expected)
+
+
+def test_ids_are_integers_of_any_kind_and_nothing_else(device):
+    cache = make_cache(BY_NAME["kv_first_nhd"], blocks=8, device=device)
+    plane = group(cache).planes[0]
+    cache.fill_random(4)
+    expected = oracle_chunk(cache, [0, 1])
+    copy_blocks(plane, torch.tensor([4, 5]), plane, range(2))
+    settle(device)
+    assert torch.equal(oracle_chunk(cache, [4, 5]), expected)
+    with pytest.raises(LayoutError, match="src_ids: expected integers"):
+        copy_blocks(plane, [4, 5], plane, [0.0, 1.0])
+
+
 def test_no_ids_is_a_no_op(device):
     cache = make_cache(BY_NAME["kv_first_nhd"], device=device)
     plane = group(cache).planes[0]

@@ -332,7 +332,7 @@ def test_fault_f03_more_than_there_is_fails_at_once(shm: Path) -> None:
     """A pool larger than shared memory: an error with need, have and remedy; nothing is left."""
     status = os.statvfs(shm)
     need = status.f_blocks * status.f_frsize + PAGE
-    with pytest.raises(CapacityError, match=rf"need {need} bytes in .*, have \d+\. .*--shm-size"):
+    with pytest.raises(CapacityError, match=rf"need {need} bytes in .*, have \d+ \(.*--shm-size"):
         Arena.create(need, shm)
     assert files(shm) == set()
 
