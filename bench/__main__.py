@@ -1,4 +1,4 @@
-"""``python -m bench run store_load [--size-mb N] [--json FILE]``"""
+"""``python -m bench run kernels|store_load [--size-mb N] [--json FILE]``"""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import json
 import sys
 from pathlib import Path
 
-from . import machine, store_load
+from . import kernels, machine, store_load
+
+BENCHMARKS = {"kernels": kernels.run, "store_load": store_load.run}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="measure and print a table")
-    run.add_argument("name", choices=["store_load"])
+    run.add_argument("name", choices=sorted(BENCHMARKS))
     run.add_argument("--size-mb", type=int, default=256, help="payload of a case")
     run.add_argument("--rounds", type=int, default=15)
     run.add_argument("--max-programs", type=int, help="bound on the kernels' grid")
@@ -23,7 +25,7 @@ def main() -> int:
 
     header = machine.describe()
     print(json.dumps(header))
-    rows = store_load.run(
+    rows = BENCHMARKS[arguments.name](
         size_mb=arguments.size_mb,
         rounds=arguments.rounds,
         max_programs=arguments.max_programs,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import statistics
 import time
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,9 @@ from lmcache_kernels.adapters.messaging.connect import connect
 from lmcache_kernels.adapters.server.spawn import spawn_server
 from lmcache_kernels.views import group_of
 
+from .cases import CASES, Case
+from .kernels import quantiles
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -25,29 +28,6 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 256
 TIMEOUT = 120.0
-
-
-@dataclass(frozen=True)
-class Case:
-    """One layout of one model: ``shape`` of a layer, B standing for the number of blocks."""
-
-    name: str
-    axes: str
-    shape: tuple[int | str, ...]
-    layers: int
-    block_tokens: int = 16
-
-
-CASES = (
-    Case("Llama-3-8B [2,B,N,H,D]", "kv block token head dim", (2, "B", 16, 8, 128), 32),
-    Case("Llama-3-8B [B,2,N,H,D]", "block kv token head dim", ("B", 2, 16, 8, 128), 32),
-    Case("Llama-3-8B HND [2,B,H,N,D]", "kv block head token dim", (2, "B", 8, 16, 128), 32),
-    Case("Llama-3-8B HND [B,2,H,N,D]", "block kv head token dim", ("B", 2, 8, 16, 128), 32),
-    Case("Llama-3-8B fused NHD [B,N,H,2D]", "block token head dim", ("B", 16, 8, 256), 32),
-    Case("Llama-3-8B fused HND [B,H,N,2D]", "block head token dim", ("B", 8, 16, 256), 32),
-    Case("Llama-3-70B TP8 [2,B,N,H,D]", "kv block token head dim", (2, "B", 16, 1, 128), 80),
-    Case("DeepSeek-V3 MLA [B,64,576]", "block token dim", ("B", 64, 576), 61, 64),
-)
 
 
 def run(
@@ -65,20 +45,11 @@ def run(
 def _measure(
     case: Case, nbytes: int, rounds: int, device: str, url: str, max_programs: int | None
 ) -> dict[str, Any]:
-    element = 2
     axes = case.axes.split()
-    per_block = element * case.layers
-    for extent in case.shape:
-        per_block *= extent if isinstance(extent, int) else 1
-    per_chunk = CHUNK_TOKENS // case.block_tokens
-    chunks = -(-nbytes // (per_block * per_chunk))
-    blocks = chunks * per_chunk
-    moved = per_block * blocks
-    shape = [2 * blocks + 1 if extent == "B" else int(extent) for extent in case.shape]
-    caches = [
-        torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=device)
-        for _ in range(case.layers)
-    ]
+    blocks = case.blocks_for(nbytes, CHUNK_TOKENS // case.block_tokens)
+    chunks = blocks * case.block_tokens // CHUNK_TOKENS
+    moved = blocks * case.block_bytes
+    caches = case.tensors(2 * blocks + 1, device)
     order = torch.randperm(2 * blocks + 1, generator=torch.Generator().manual_seed(7)).tolist()
     source, target = order[:blocks], order[blocks : 2 * blocks]
     host = torch.ones(moved, dtype=torch.uint8, pin_memory=True)
@@ -117,7 +88,7 @@ def _measure(
             times["link_out"].append(_seconds(lambda: host.copy_(there)))
             times["store"].append(_seconds(lambda: store(context)))
             times["link_in"].append(_seconds(lambda: there.copy_(host)))
-            times["load"].append(_seconds(lambda names=digests: load(context, names)))
+            times["load"].append(_seconds(partial(load, context, digests)))
             digests = store(context)
     median = {name: statistics.median(values) for name, values in times.items()}
     return {
@@ -126,7 +97,7 @@ def _measure(
         "chunks": chunks,
         "max_programs": max_programs,
         "bit_exact": exact,
-        "seconds": {name: _quantiles(values) for name, values in times.items()},
+        "seconds": {name: quantiles(values) for name, values in times.items()},
         "store_gb_s": moved / median["store"] / 1e9,
         "load_gb_s": moved / median["load"] / 1e9,
         "link_out_gb_s": moved / median["link_out"] / 1e9,
@@ -141,11 +112,6 @@ def _seconds(action: Callable[[], Any]) -> float:
     action()
     torch.cuda.current_stream().synchronize()
     return time.perf_counter() - start
-
-
-def _quantiles(values: list[float]) -> list[float]:
-    deciles = statistics.quantiles(values, n=10)
-    return [deciles[1], statistics.median(values), deciles[7]]
 
 
 def _line(row: dict[str, Any]) -> str:

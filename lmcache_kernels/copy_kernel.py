@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}
 _RUNTIME = [
-    *("num_ids", "num_rows", "num_runs", "num_heads", "run_units"),
+    *("num_ids", "num_rows", "num_tokens", "num_heads", "run_units"),
     *("dst_block_stride", "dst_token_stride", "dst_head_stride"),
     *("src_block_stride", "src_token_stride", "src_head_stride"),
 ]
@@ -35,7 +35,7 @@ def block_copy_kernel(
     src_ids,
     num_ids: tl.int32,
     num_rows: tl.int32,
-    num_runs: tl.int32,
+    num_tokens: tl.int32,
     num_heads: tl.int32,
     run_units: tl.int32,
     dst_block_stride: tl.int64,
@@ -47,23 +47,29 @@ def block_copy_kernel(
     WORD: tl.constexpr,
     LANES: tl.constexpr,
     UNIT: tl.constexpr,
-    RUNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """``dst[row, dst_ids[i], t, h, :] = src[row, src_ids[i], t, h, :]``, a run being one (t, h).
+    """``dst[row, dst_ids[i], t, h, :] = src[row, src_ids[i], t, h, :]``
 
     grid = (programs,), each program takes every ``programs``-th tile of
-    (row, id, RUNS runs, UNITS units). ``*_bases`` int64[rows] addresses; ``*_ids`` int32 or
-    int64[num_ids]; strides in units of UNIT bytes; a unit is LANES words of type WORD.
+    (row, id, TOKENS tokens, HEADS heads, UNITS units). ``*_bases`` int64[rows] addresses; ``*_ids``
+    int32 or int64[num_ids]; strides in units of UNIT bytes; a unit is LANES words of type WORD.
     """
     unit_tiles = tl.cdiv(run_units, UNITS)
-    run_tiles = tl.cdiv(num_runs, RUNS)
-    tiles = num_rows * num_ids * run_tiles * unit_tiles
+    head_tiles = tl.cdiv(num_heads, HEADS)
+    token_tiles = tl.cdiv(num_tokens, TOKENS)
+    tiles = num_rows * num_ids * token_tiles * head_tiles * unit_tiles
+    # A power of two, so that the runs of a tile need no division.
+    run = tl.arange(0, TOKENS * HEADS)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         unit_tile = tile % unit_tiles
         rest = tile // unit_tiles
-        run_tile = rest % run_tiles
-        rest = rest // run_tiles
+        head_tile = rest % head_tiles
+        rest = rest // head_tiles
+        token_tile = rest % token_tiles
+        rest = rest // token_tiles
         index = rest % num_ids
         row = rest // num_ids
 
@@ -73,11 +79,13 @@ def block_copy_kernel(
         dst_block = tl.load(dst_ids + index).to(tl.int64) * dst_block_stride
         src_block = tl.load(src_ids + index).to(tl.int64) * src_block_stride
 
-        run = run_tile * RUNS + tl.arange(0, RUNS)
-        token = (run // num_heads).to(tl.int64)
-        head = (run % num_heads).to(tl.int64)
+        token = token_tile * TOKENS + run // HEADS
+        head = head_tile * HEADS + run % HEADS
         word = unit_tile * (UNITS * LANES) + tl.arange(0, UNITS * LANES)
-        mask = (run < num_runs)[:, None] & (word < run_units * LANES)[None, :]
+        inside = (token < num_tokens) & (head < num_heads)
+        mask = inside[:, None] & (word < run_units * LANES)[None, :]
+        token = token.to(tl.int64)
+        head = head.to(tl.int64)
 
         dst_run = (dst_block + token * dst_token_stride + head * dst_head_stride) * LANES
         src_run = (src_block + token * src_token_stride + head * src_head_stride) * LANES
@@ -105,11 +113,11 @@ def launch_block_copy(
         unit: ``access_unit(dst, src)``.
     """
     word = min(unit, 4)
-    runs = dst.block_tokens * dst.num_heads
     tiles = (
         dst.rows
         * dst_ids.numel()
-        * -(-runs // config.runs)
+        * -(-dst.block_tokens // config.tokens)
+        * -(-dst.num_heads // config.heads)
         * -(-(dst.width // unit) // config.units)
     )
     block_copy_kernel[(min(tiles, config.programs),)](
@@ -119,7 +127,7 @@ def launch_block_copy(
         src_ids,
         num_ids=dst_ids.numel(),
         num_rows=dst.rows,
-        num_runs=runs,
+        num_tokens=dst.block_tokens,
         num_heads=dst.num_heads,
         run_units=dst.width // unit,
         dst_block_stride=dst.block_stride // unit,
@@ -131,7 +139,8 @@ def launch_block_copy(
         WORD=_WORDS[word],
         LANES=unit // word,
         UNIT=unit,
-        RUNS=config.runs,
+        TOKENS=config.tokens,
+        HEADS=config.heads,
         UNITS=config.units,
         num_warps=config.num_warps,
     )

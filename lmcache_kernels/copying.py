@@ -70,9 +70,7 @@ class PreparedCopy:
         self._unit = access_unit(self._dst, self._src)
         self._on_host = dst.device == "cpu" and not interpreting()
         if not self._on_host:
-            self._config: CopyConfig = choose_config(
-                self._dst, self._unit, _sm_count(dst.device), max_programs
-            )
+            self._config: CopyConfig = choose_config(self._dst, self._unit, max_programs)
             self._dst_bases = _table(self._dst)
             self._src_bases = _table(self._src)
 
@@ -118,14 +116,6 @@ class PreparedCopy:
 def interpreting() -> bool:
     """True when Triton runs its kernels on the CPU (``TRITON_INTERPRET=1``)."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _sm_count(device: str) -> int:
-    if device == "cpu":
-        return 1
-    import torch
-
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _table(plane: Plane) -> torch.Tensor:

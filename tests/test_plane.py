@@ -219,11 +219,18 @@ def test_opaque_pages_are_told_apart_by_tag_and_block_size():
         opaque_group_of([], 4, "a")
 
 
-@given(st.integers(1, 1 << 20), st.integers(1, 64), st.integers(1, 16))
-def test_a_tile_is_bounded_and_covers_short_runs_at_once(width, tokens, heads):
+@given(
+    st.integers(1, 1 << 20),
+    st.integers(1, 64),
+    st.integers(1, 16),
+    st.sampled_from([None, 1, 5, 1000]),
+)
+def test_a_tile_is_bounded_and_covers_short_runs_at_once(width, tokens, heads, most):
     plane = Plane((0,), 2, tokens, heads, width * 16, 1 << 40, 1 << 30, 1 << 26)
-    config = choose_config(plane, 16, sm_count=132, max_programs=None)
-    assert config.runs * config.units * 16 <= 16 * 1024
-    assert config.units & (config.units - 1) == config.runs & (config.runs - 1) == 0
-    assert 1 <= config.num_warps <= 8
-    assert choose_config(plane, 16, sm_count=132, max_programs=5).programs == 5
+    config = choose_config(plane, 16, max_programs=most)
+    shape = (config.tokens, config.heads, config.units)
+    assert all(n & (n - 1) == 0 for n in shape)
+    tile = config.tokens * config.heads * config.units * 16
+    assert tile <= (4 if most is None else 16) * 1024
+    assert config.num_warps in (1, 2, 4, 8)
+    assert most is None or config.programs == most
