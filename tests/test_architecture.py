@@ -24,6 +24,7 @@ PURE = [
     *("transfer.expiring", "transfer.request_checks"),
     *("adapters.messaging.wire", "adapters.messaging.session", "adapters.messaging.states"),
     *("adapters.vllm.tracker", "adapters.vllm.config", "adapters.vllm.jobs"),
+    "adapters.vllm.running",
 ]
 IMPURE = {"torch", "triton", "zmq", "threading", "time"}
 """What a pure module loads neither itself nor through another module of ours."""

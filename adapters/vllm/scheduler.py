@@ -20,6 +20,7 @@ from lmcache_kernels.transfer.messages import Clear, EndSession, Found, Lookup
 from lmcache_kernels.transfer.moves import ABSENT
 
 from .jobs import LoadJob, StepJobs, StepReport, StoreJob
+from .running import RunningJobs
 from .tracker import (
     GroupShape,
     RequestTracker,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from lmcache_kernels.transfer.port import CachePort
 
     from .config import ConnectorConfig
+    from .running import RunningJob
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +71,6 @@ class SchedulerSide:
         self._model = model
         self._kv_dtype = kv_dtype
         self._groups = tuple(groups)
-        self._workers = workers
         # The engine takes the failure of a whole request for asynchronous loads alone.
         self._load_async = config.load_async or fails_whole(self._groups)
         self._alignment = (
@@ -81,8 +82,7 @@ class SchedulerSide:
         self._sessions = 0
         self._trackers: dict[str, RequestTracker] = {}
         self._step = StepJobs()
-        self._next_job = 0
-        self._running: dict[int, _RunningJob] = {}
+        self._running = RunningJobs(workers)
 
     # --- matching ---------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class SchedulerSide:
         tracker = self._trackers.get(request_id)
         self._step.loads.append(
             LoadJob(
-                job_id=self._start_job(request_id),
+                job_id=self._running.start(request_id),
                 request_id=request_id,
                 digests=[],
                 block_ids=[list(ids) for ids in block_ids],
@@ -207,7 +207,7 @@ class SchedulerSide:
             ids += [ABSENT] * ((last - first) * size // group.block_tokens - len(ids))
         synchronous = not self._load_async
         filled = (block for ids in blocks for block in ids) if synchronous else ()
-        tracker.load = self._start_job(request_id, fills=filled)
+        tracker.load = self._running.start(request_id, fills=filled)
         self._step.loads.append(
             LoadJob(
                 job_id=tracker.load,
@@ -219,20 +219,8 @@ class SchedulerSide:
             )
         )
 
-    def _start_job(
-        self, request_id: str, *, reads: Iterable[int] = (), fills: Iterable[int] = ()
-    ) -> int:
-        job_id, self._next_job = self._next_job, self._next_job + 1
-        self._running[job_id] = _RunningJob(
-            request_id, frozenset(reads), frozenset(fills), self._workers
-        )
-        return job_id
-
     def _fence_reuse(self, block_ids: Iterable[int]) -> None:
-        handed_out = set(block_ids)
-        self._step.fence += [
-            job_id for job_id, job in self._running.items() if not handed_out.isdisjoint(job.reads)
-        ]
+        self._step.fence += self._running.reading(block_ids)
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -277,8 +265,9 @@ class SchedulerSide:
         self, request_id: str, tracker: RequestTracker, computed: int, scheduled: int
     ) -> None:
         """Order a store of the prompt chunks that will be complete after this step."""
-        if tracker.load is not None or self._builds_on_load(tracker):
-            # If the load fails, what this step computes on top of it is wrong.
+        # If a load fails, what this step computes on top of it is wrong. The engine shares blocks
+        # that are filled inside a step with other requests as soon as they are allocated.
+        if tracker.load is not None or self._running.any_fills(tracker.block_ids):
             return
         size = self._config.chunk_size
         last = min(
@@ -301,45 +290,23 @@ class SchedulerSide:
             part = slice_blocks(tracker.block_ids, self._groups, size, chunk, chunk + 1)
             for ids, more in zip(blocks, part, strict=True):
                 ids += more
-        job_id = self._start_job(request_id, reads=(block for ids in blocks for block in ids))
+        job_id = self._running.start(request_id, reads=(block for ids in blocks for block in ids))
         tracker.stores.add(job_id)
         self._step.stores.append(StoreJob(job_id, [digests[chunk] for chunk in chunks], blocks))
-
-    def _builds_on_load(self, tracker: RequestTracker) -> bool:
-        """Does the request use blocks that a load inside a step is filling for another one?
-
-        The engine shares such blocks as soon as they are allocated.
-        """
-        return any(
-            not job.fills.isdisjoint(ids)
-            for job in self._running.values()
-            if job.fills
-            for ids in tracker.block_ids
-        )
 
     # --- reports ----------------------------------------------------------------------------------
 
     def report(self, report: StepReport) -> None:
         """Take in which jobs are over; a job is when every worker has said so."""
-        for job_id in report.failed:
-            if job_id in self._running:
-                self._running[job_id].failed = True
-        for job_id, workers in report.over.items():
-            job = self._running.get(job_id)
-            if job is None:
-                continue
-            job.awaited -= workers
-            if job.awaited > 0:
-                continue
-            del self._running[job_id]
+        for job in self._running.report(report):
             tracker = self._trackers.get(job.request_id)
             if tracker is None:
                 continue
-            tracker.stores.discard(job_id)
-            if tracker.load == job_id:
+            tracker.stores.discard(job.job_id)
+            if tracker.load == job.job_id:
                 self._load_over(job, tracker)
 
-    def _load_over(self, job: _RunningJob, tracker: RequestTracker) -> None:
+    def _load_over(self, job: RunningJob, tracker: RequestTracker) -> None:
         tracker.load = None
         if job.failed:
             tracker.load_failed = True
@@ -381,21 +348,3 @@ class SchedulerSide:
             logger.warning("the cache server was not cleared: %s", error)
             return False
         return True
-
-
-class _RunningJob:
-    """A job that some worker has not reported as over.
-
-    ``reads``: blocks that a store reads. ``fills``: blocks that a load fills inside a step.
-    """
-
-    __slots__ = ("awaited", "failed", "fills", "reads", "request_id")
-
-    def __init__(
-        self, request_id: str, reads: frozenset[int], fills: frozenset[int], awaited: int
-    ) -> None:
-        self.request_id = request_id
-        self.reads = reads
-        self.fills = fills
-        self.awaited = awaited
-        self.failed = False
