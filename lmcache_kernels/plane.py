@@ -86,10 +86,6 @@ class Plane:
             + self.width
         )
 
-    def at(self, bases: tuple[int, ...]) -> Plane:
-        """The same plane over other base addresses."""
-        return replace(self, bases=bases)
-
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:

@@ -9,10 +9,10 @@ from lmcache_kernels.copying import copy_blocks
 from .moves import Over
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from lmcache_kernels.chunk_layout import ChunkLayout
-    from lmcache_kernels.plane import CacheGroup
+    from lmcache_kernels.plane import CacheGroup, Plane
 
     from .moves import ChunkMove, Completion
 
@@ -32,22 +32,26 @@ class HostMover:
     def gather(
         self, moves: Sequence[ChunkMove], after: Completion | None
     ) -> tuple[Completion, Completion]:
-        for move in moves:
-            for group, chunk, (inside, blocks) in self._sides(move):
-                for plane, dense in zip(group.planes, chunk, strict=True):
-                    copy_blocks(dense, inside, plane, blocks)
+        for plane, blocks, dense, inside in self._pairs(moves):
+            copy_blocks(dense, inside, plane, blocks)
         return Over(), Over()
 
     def scatter(self, moves: Sequence[ChunkMove], after: Completion | None) -> Completion:
-        for move in moves:
-            for group, chunk, (inside, blocks) in self._sides(move):
-                for plane, dense in zip(group.planes, chunk, strict=True):
-                    copy_blocks(plane, blocks, dense, inside)
+        for plane, blocks, dense, inside in self._pairs(moves):
+            copy_blocks(plane, blocks, dense, inside)
         return Over()
 
-    def _sides(self, move: ChunkMove):  # type: ignore[no-untyped-def]  # noqa: ANN202
-        planes = self._layout.planes_at(move.address, "cpu")
-        return zip(self._groups, planes, move.pairs, strict=True)
+    def _pairs(
+        self, moves: Sequence[ChunkMove]
+    ) -> Iterator[tuple[Plane, tuple[int, ...], Plane, tuple[int, ...]]]:
+        """(plane of the cache, its blocks, plane of a chunk, its blocks) of all moves."""
+        for move in moves:
+            chunks = self._layout.planes_at(move.address, "cpu")
+            for group, chunk, (inside, blocks) in zip(
+                self._groups, chunks, move.pairs, strict=True
+            ):
+                for plane, dense in zip(group.planes, chunk, strict=True):
+                    yield plane, blocks, dense, inside
 
     def close(self) -> None:
         pass

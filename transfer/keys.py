@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 KEY_VERSION = 1
 """Raised by one whenever the encoding below changes."""
 
-TOKEN_LIMIT = 1 << 32
-"""Token ids are hashed as 32-bit unsigned little-endian integers."""
-
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -130,6 +127,7 @@ class ChunkChain:
 
 
 def _pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids are hashed as 32-bit unsigned little-endian integers."""
     try:
         packed = array("I", tokens)
     except (OverflowError, TypeError) as error:

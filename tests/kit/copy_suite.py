@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from lmcache_kernels import CacheGroup, LayoutError, Plane, copy_blocks
 from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.plane import access_unit, coalesce
+from lmcache_kernels.reference import copy_blocks_ref
 from lmcache_kernels.views import group_of, plane_of
 
 ids_of = [5, 1, 6]
@@ -235,6 +236,25 @@ def test_ids_are_integers_of_any_kind_and_nothing_else(device):
     assert torch.equal(oracle_chunk(cache, [4, 5]), expected)
     with pytest.raises(LayoutError, match="src_ids: expected integers"):
         copy_blocks(plane, [4, 5], plane, [0.0, 1.0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_the_plain_reference_says_the_same(layout, device):
+    """Both write into equally poisoned memory, the code under test first."""
+    source = make_cache(layout, device=device)
+    source.fill_random(6)
+    described = group(source).planes[0]
+    written = make_cache(layout, blocks=9, device=device)
+    copy_blocks(group(written).planes[0], [8, 0, 3], described, ids_of)
+    settle(device)
+    # The reference works in host memory: on a GPU it is given the same bytes there.
+    origin, expected = make_cache(layout), make_cache(layout, blocks=9)
+    for here, there in zip(origin.storages, source.storages, strict=True):
+        here.copy_(there)
+    copy_blocks_ref(group(expected).planes[0], [8, 0, 3], group(origin).planes[0], ids_of)
+    assert all(
+        torch.equal(a, b) for a, b in zip(written.snapshot(), expected.snapshot(), strict=True)
+    )
 
 
 def test_no_ids_is_a_no_op(device):
