@@ -14,7 +14,7 @@ from .plane import CacheGroup, Plane
 
 if TYPE_CHECKING:
     from .copying import copy_blocks
-    from .views import group_of, opaque_group_of, plane_of
+    from .views import blocked_group_of, group_of, opaque_group_of, plane_of
 
 __version__ = "0.1.0"
 
@@ -24,6 +24,7 @@ __all__ = [
     "LayoutError",
     "Plane",
     "__version__",
+    "blocked_group_of",
     "copy_blocks",
     "group_of",
     "opaque_group_of",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "blocked_group_of": "views",
     "copy_blocks": "copying",
     "group_of": "views",
     "opaque_group_of": "views",

@@ -79,11 +79,24 @@ class ChunkLayout:
             fingerprint=_fingerprint(groups, chunk_tokens),
         )
 
-    def planes_at(self, address: int, device: str) -> tuple[tuple[Plane, ...], ...]:
-        """Per group, the planes of a chunk whose payload starts at ``address``."""
+    def planes_at(
+        self, address: int, device: str, *, chunks: int = 1, stride: int | None = None
+    ) -> tuple[tuple[Plane, ...], ...]:
+        """Per group, the planes of chunks whose payloads start at ``address`` and every ``stride``.
+
+        Args:
+            address: of the first payload.
+            device: where that is.
+            chunks: how many there are. Block ``i`` of chunk ``c`` has the id
+                ``c * blocks_per_chunk + i``.
+            stride: bytes from one payload to the next; None: no gap.
+        """
+        step = self.nbytes if stride is None else stride
         return tuple(
             tuple(
-                replace(plane, bases=tuple(address + base for base in plane.bases), device=device)
+                replace(
+                    plane, bases=tuple(address + base for base in plane.bases), device=device
+                ).repeated(chunks, step)
                 for plane in planes
             )
             for planes in self.groups
@@ -114,6 +127,7 @@ def _fingerprint(groups: Sequence[CacheGroup], chunk_tokens: int) -> bytes:
             [
                 group.dtype,
                 [[plane.rows, plane.num_heads, plane.width] for plane in group.planes],
+                group.tokens_per_state,
                 # A page that is kept whole only means something at its own size and format.
                 [group.opaque, group.block_tokens] if group.opaque else [],
             ]

@@ -2,11 +2,14 @@
 
 A plane is an affine piece of a cache::
 
-    address(row, block, token, head) = bases[row] + block * block_stride
+    address(row, block, token, head) = bases[row] + (block // split) * block_stride
+                                     + (block % split) * split_stride
                                      + token * token_stride + head * head_stride
 
 with ``width`` dense bytes at each such address. A row is one (layer, K-or-V) pair, so the table of
-bases absorbs every outer axis and only block, token and head remain. All quantities are bytes.
+bases absorbs every outer axis and only block, token and head remain. ``split`` is 1 for a plain
+cache; it lets one list of ids name the tokens of pages, or the blocks of several chunks. All
+quantities are bytes.
 Strides are read from real tensors and never recomputed, so padded, permuted and sliced caches need
 no code of their own. This module is pure: no torch, no I/O.
 """
@@ -34,6 +37,8 @@ class Plane:
         width: dense bytes of one head of one token.
         block_stride, token_stride, head_stride: distance between neighbours.
         device: where the addresses are valid, as torch spells it (``"cpu"``, ``"cuda:0"``).
+        split: block ids that lie ``split_stride`` apart before ``block_stride`` takes the next step.
+        split_stride: meaningful where ``split`` is above 1.
 
     Raises:
         LayoutError: a count or width below 1, no row, or a negative or overlapping stride.
@@ -48,42 +53,114 @@ class Plane:
     token_stride: int
     head_stride: int
     device: str = "cpu"
+    split: int = 1
+    split_stride: int = 0
 
     def __post_init__(self) -> None:
         if not self.bases:
             raise LayoutError("plane.bases: expected at least one row, got none")
-        for name in ("num_blocks", "block_tokens", "num_heads", "width"):
+        for name in ("num_blocks", "block_tokens", "num_heads", "width", "split"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"plane.{name}: expected >= 1, got {getattr(self, name)}")
-        for name, extent in (
-            ("block_stride", self.num_blocks),
-            ("token_stride", self.block_tokens),
-            ("head_stride", self.num_heads),
-        ):
-            stride = getattr(self, name)
-            if stride < 0 or (extent > 1 and stride < self.width):
+        if self.num_blocks % self.split:
+            raise LayoutError(
+                f"plane.split: expected a divisor of {self.num_blocks} blocks, got {self.split}"
+            )
+        used = [
+            (getattr(self, name), extent, name)
+            for name, extent in (
+                ("block_stride", self.outer_blocks),
+                ("split_stride", self.split),
+                ("token_stride", self.block_tokens),
+                ("head_stride", self.num_heads),
+            )
+            if extent > 1
+        ]
+        taken = self.width
+        for stride, extent, name in sorted(used):
+            if stride < taken:
                 raise LayoutError(
-                    f"plane.{name}: expected >= width ({self.width}) so that bytes do not overlap, "
-                    f"got {stride}"
+                    f"plane.{name}: expected >= {taken} so that bytes do not overlap, got {stride}"
                 )
+            taken = stride * (extent - 1) + taken
 
     @property
     def rows(self) -> int:
         return len(self.bases)
 
     @property
+    def outer_blocks(self) -> int:
+        """How many places ``block_stride`` apart there are."""
+        return self.num_blocks // self.split
+
+    @property
     def block_bytes(self) -> int:
         """Payload of one block of one row."""
         return self.block_tokens * self.num_heads * self.width
+
+    def block_offset(self, block: int) -> int:
+        """Bytes from a base to token 0, head 0 of a block of its row."""
+        outer, inner = divmod(block, self.split)
+        return outer * self.block_stride + inner * self.split_stride
 
     @property
     def span(self) -> int:
         """Bytes from a base to the end of the last addressed byte of its row."""
         return (
-            (self.num_blocks - 1) * self.block_stride
+            (self.outer_blocks - 1) * self.block_stride
+            + (self.split - 1) * self.split_stride
             + (self.block_tokens - 1) * self.token_stride
             + (self.num_heads - 1) * self.head_stride
             + self.width
+        )
+
+    def narrow_heads(self, start: int, count: int) -> Plane:
+        """The same plane with heads ``start`` to ``start + count`` only: one rank's share.
+
+        Raises:
+            LayoutError: heads that do not exist.
+        """
+        if start < 0 or count < 1 or start + count > self.num_heads:
+            raise LayoutError(
+                f"heads {start} to {start + count}: expected a part of 0 to {self.num_heads}"
+            )
+        moved = tuple(base + start * self.head_stride for base in self.bases)
+        return replace(self, bases=moved, num_heads=count)
+
+    def by_token(self) -> Plane:
+        """The same bytes addressed by token slot: id ``block * block_tokens + token``.
+
+        Raises:
+            LayoutError: blocks that are split already and whose tokens are not evenly spaced.
+        """
+        tokens = self.block_tokens
+        if self.split > 1 and self.split_stride != tokens * self.token_stride:
+            raise LayoutError(
+                f"plane.split_stride: expected {tokens * self.token_stride} so that tokens are "
+                f"evenly spaced, got {self.split_stride}"
+            )
+        return replace(
+            self,
+            num_blocks=self.num_blocks * tokens,
+            block_tokens=1,
+            split=self.split * tokens,
+            split_stride=self.token_stride,
+        )
+
+    def repeated(self, count: int, stride: int) -> Plane:
+        """``count`` such planes, ``stride`` bytes apart: id ``which * num_blocks + block``.
+
+        Raises:
+            LayoutError: blocks that are split already, or a stride at which the planes overlap.
+        """
+        if self.split > 1:
+            raise LayoutError(f"plane.split: expected 1, got {self.split}: blocks split already")
+        return replace(
+            self,
+            num_blocks=count * self.num_blocks,
+            split=self.num_blocks,
+            block_stride=stride,
+            split_stride=self.block_stride,
         )
 
 
@@ -95,23 +172,31 @@ class CacheGroup:
         planes: the planes; each has one entry per block id.
         block_tokens: tokens one block id stands for.
         dtype: name of the element type; part of the identity of what is stored, never of a copy.
-        opaque: empty for affine pages, where every plane's ``block_tokens`` equals the group's.
-            Otherwise a tag that names a page format whose inside is not affine; such planes have
-            one token and one head, whole blocks move, and only pages of an equal tag and block
-            size are interchangeable.
+        opaque: empty for affine pages. Otherwise a tag that names a page format whose inside is not
+            affine; such planes have one token and one head, whole blocks move, and only pages of an
+            equal tag and block size are interchangeable.
+        tokens_per_state: tokens that one token slot of the planes of affine pages stands for; above
+            1 in caches that keep one state for several tokens.
     """
 
     planes: tuple[Plane, ...]
     block_tokens: int
     dtype: str
     opaque: str = ""
+    tokens_per_state: int = 1
 
     def __post_init__(self) -> None:
         if not self.planes:
             raise LayoutError("group.planes: expected at least one plane, got none")
-        if self.block_tokens < 1:
-            raise LayoutError(f"group.block_tokens: expected >= 1, got {self.block_tokens}")
-        expected = 1 if self.opaque else self.block_tokens
+        for name in ("block_tokens", "tokens_per_state"):
+            if getattr(self, name) < 1:
+                raise LayoutError(f"group.{name}: expected >= 1, got {getattr(self, name)}")
+        if self.block_tokens % self.tokens_per_state:
+            raise LayoutError(
+                f"group.block_tokens: expected a multiple of {self.tokens_per_state} tokens a "
+                f"state, got {self.block_tokens}"
+            )
+        expected = 1 if self.opaque else self.block_tokens // self.tokens_per_state
         for index, plane in enumerate(self.planes):
             if plane.block_tokens != expected:
                 raise LayoutError(
@@ -176,7 +261,8 @@ def access_unit(*planes: Plane) -> int:
         numbers += [
             stride
             for stride, extent in (
-                (plane.block_stride, plane.num_blocks),
+                (plane.block_stride, plane.outer_blocks),
+                (plane.split_stride, plane.split),
                 (plane.token_stride, plane.block_tokens),
                 (plane.head_stride, plane.num_heads),
             )

@@ -16,6 +16,7 @@ PUBLIC = {
         "LayoutError",
         "Plane",
         "__version__",
+        "blocked_group_of",
         "copy_blocks",
         "group_of",
         "opaque_group_of",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_kernels.errors import LayoutError
 from lmcache_kernels.plane import CacheGroup
-from lmcache_kernels.views import dtype_name, opaque_group_of, plane_of
+from lmcache_kernels.views import dtype_name, group_of, opaque_group_of
 
 from .tracker import GroupShape
 
@@ -113,20 +113,17 @@ def _describe(
             f"vllm cpu_attn {platform.machine()} {isa_of[first_name]} "
             f"heads={first_spec.num_kv_heads} dim={first_spec.head_size}"
         )
-        return opaque_group_of([kv_caches[name] for name in specs], first_spec.block_size, tag)
-    # Layers of one shape are rows of one plane; a group may hold several shapes.
-    planes: dict[tuple[object, ...], list[str]] = {}
-    for name in specs:
-        tensor = kv_caches[name]
-        planes.setdefault((tensor.shape, tensor.stride(), tensor.dtype), []).append(name)
-    return CacheGroup(
-        planes=tuple(
-            plane_of(
-                [kv_caches[name] for name in names],
-                axes_of(kv_caches[names[0]], specs[names[0]], num_blocks),
+        opaque = opaque_group_of([kv_caches[name] for name in specs], first_spec.block_size, tag)
+        if len(opaque.planes) > 1:  # the tag names one format
+            raise LayoutError(
+                f"layers {', '.join(specs)}: expected opaque pages that are all alike"
             )
-            for names in planes.values()
-        ),
+        return opaque
+    by_axes: dict[str, list[torch.Tensor]] = {}
+    for name, spec in specs.items():
+        by_axes.setdefault(axes_of(kv_caches[name], spec, num_blocks), []).append(kv_caches[name])
+    return CacheGroup(
+        planes=tuple(p for axes, found in by_axes.items() for p in group_of(found, axes).planes),
         block_tokens=first_spec.block_size,
         dtype=dtype_name(kv_caches[first_name]),
     )

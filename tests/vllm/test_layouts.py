@@ -101,6 +101,12 @@ def test_pages_of_the_cpu_back_end_are_opaque_and_know_their_instruction_set():
     assert groups["vec"].opaque != groups["amx"].opaque
 
 
+def test_opaque_pages_of_one_group_are_all_alike():
+    caches = {"a": torch.zeros(10, 3, 16, 16), "b": torch.zeros(10, 5, 16, 16)}
+    with pytest.raises(LayoutError, match="layers a, b: expected opaque pages that are all alike"):
+        describe_groups(config((full(), ["a", "b"])), caches, {"a": "vec", "b": "vec"})
+
+
 def test_pages_with_holes_cannot_be_opaque():
     padded = torch.zeros(10, 3, 16, 20)[..., :16]
     with pytest.raises(LayoutError, match="dense bytes"):
