@@ -1,146 +1,163 @@
 """The block-copy kernel: paged blocks to chunks, chunks to blocks, blocks to blocks.
 
-Moves ``len(ids) * rows * block_bytes`` bytes once through registers: that many read, that many
-written. Both sides are planes, so gather and scatter are one kernel with the sides exchanged.
+Moves ``ids * rows * block_bytes`` bytes of every leg once through registers: that many read, that
+many written. Both sides are planes, so gather and scatter are one kernel with the sides exchanged.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 
-if TYPE_CHECKING:
-    import torch
+from .copy_tables import CALL_WORDS, LEG_WORDS, ROW_WORDS
+from .fingerprint import KEY_MULTIPLIER, KEY_SHIFT
 
-    from .copy_config import CopyConfig
-    from .plane import Plane
+WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint32, 16: tl.uint32}
+"""Element type of an access of so many bytes; wider accesses are several of them side by side."""
 
-_WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}
-_RUNTIME = [
-    *("num_ids", "num_rows", "num_tokens", "num_heads", "run_units"),
-    *("dst_block_stride", "dst_token_stride", "dst_head_stride"),
-    *("src_block_stride", "src_token_stride", "src_head_stride"),
-]
+_CALL_WORDS = tl.constexpr(CALL_WORDS)
+_LEG_WORDS = tl.constexpr(LEG_WORDS)
+_ROW_WORDS = tl.constexpr(ROW_WORDS)
+_MULTIPLIER = tl.constexpr(KEY_MULTIPLIER)
+_SHIFT = tl.constexpr(KEY_SHIFT)
 
 
-# Sizes and strides are not specialised, so one binary serves every layout of a unit: Triton would
-# otherwise compile again for 1, for multiples of 16 and for values beyond 32 bits.
-@triton.jit(do_not_specialize=_RUNTIME)
+@triton.jit
+def _block_offset(ids, side):
+    """Of blocks: the outer index, the offset of the outer and of the inner step, in units.
+
+    ``side`` points at split, block stride, split stride.
+    """
+    # Dividing 32 bits is cheap; multiplying takes 64, as a pool may hold more than 2**31 units.
+    split = tl.load(side).to(tl.uint32)
+    ids = ids.to(tl.uint32)
+    outer = ids // split
+    inner = ids - outer * split
+    return outer, outer.to(tl.int64) * tl.load(side + 1), inner.to(tl.int64) * tl.load(side + 2)
+
+
+@triton.jit
+def _products(value, start, word, WORD_BYTES: tl.constexpr):
+    """Per word, its product with the key of its place (see fingerprint).
+
+    ``value`` [runs, words]; ``start`` int64[runs], where each run starts in the payload, bytes;
+    ``word`` int32[words] in the run.
+    """
+    if WORD_BYTES == 4:
+        # The multiplication is spread over the sum, so that a word costs an addition.
+        run = (start >> 2).to(tl.uint64) * _MULTIPLIER
+        key = run[:, None] + (word.to(tl.uint64) * _MULTIPLIER)[None, :]
+        value = value.to(tl.uint64)
+    else:
+        position = start[:, None] + word[None, :] * WORD_BYTES
+        key = (position >> 2).to(tl.uint64) * _MULTIPLIER
+        value = value.to(tl.uint64) << ((position & 3) * 8).to(tl.uint64)
+    return value * ((key ^ (key >> _SHIFT)) | 1)
+
+
+# Sizes and strides lie in tables, so one binary serves every layout of a unit and a tile shape.
+@triton.jit(
+    do_not_specialize=["first_tile", "end_tile"],
+    do_not_specialize_on_alignment=["call", "legs", "rows", "sums"],
+)
 def block_copy_kernel(
-    dst_bases,
-    src_bases,
-    dst_ids,
-    src_ids,
-    num_ids: tl.int32,
-    num_rows: tl.int32,
-    num_tokens: tl.int32,
-    num_heads: tl.int32,
-    run_units: tl.int32,
-    dst_block_stride: tl.int64,
-    dst_token_stride: tl.int64,
-    dst_head_stride: tl.int64,
-    src_block_stride: tl.int64,
-    src_token_stride: tl.int64,
-    src_head_stride: tl.int64,
+    call,
+    legs,
+    rows,
+    sums,
+    first_tile: tl.int32,
+    end_tile: tl.int32,
     WORD: tl.constexpr,
-    LANES: tl.constexpr,
+    WORD_BYTES: tl.constexpr,
     UNIT: tl.constexpr,
+    LEGS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     UNITS: tl.constexpr,
+    FINGERPRINT: tl.constexpr,
 ):
-    """``dst[row, dst_ids[i], t, h, :] = src[row, src_ids[i], t, h, :]``
+    """``dst[row, dst_ids[i], t, h, :] = src[row, src_ids[i], t, h, :]`` for every leg
 
     grid = (programs,), each program takes every ``programs``-th tile of
-    (row, id, TOKENS tokens, HEADS heads, UNITS units). ``*_bases`` int64[rows] addresses; ``*_ids``
-    int32 or int64[num_ids]; strides in units of UNIT bytes; a unit is LANES words of type WORD.
+    (leg, row, BLOCKS ids, TOKENS tokens, HEADS heads, UNITS units). ``call`` int32, of this copy;
+    ``legs`` and ``rows`` int64, of the planes: see copy_tables. Strides are in units of UNIT bytes.
+    Nothing is written for a destination id below 0. FINGERPRINT 0: none; 1, 2: the destination's or
+    source's planes are chunks, whose parts of a fingerprint ``sums`` int64[chunks, rows] gains.
     """
-    unit_tiles = tl.cdiv(run_units, UNITS)
-    head_tiles = tl.cdiv(num_heads, HEADS)
-    token_tiles = tl.cdiv(num_tokens, TOKENS)
-    tiles = num_rows * num_ids * token_tiles * head_tiles * unit_tiles
-    # A power of two, so that the runs of a tile need no division.
-    run = tl.arange(0, TOKENS * HEADS)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        unit_tile = tile % unit_tiles
-        rest = tile // unit_tiles
+    LANES: tl.constexpr = UNIT // WORD_BYTES
+    # Powers of two, so that the runs of a tile need no division.
+    run = tl.arange(0, BLOCKS * TOKENS * HEADS)
+    for tile in range(first_tile + tl.program_id(0), end_tile, tl.num_programs(0)):
+        if LEGS == 1:
+            which = 0
+        else:
+            starts = tl.load(call + tl.arange(0, LEGS) * _CALL_WORDS)
+            which = tl.sum((starts <= tile).to(tl.int32), axis=0) - 1
+        head_of_call = call + which * _CALL_WORDS
+        leg = legs + which * _LEG_WORDS
+        num_ids = tl.load(head_of_call + 1)
+        ids = call + tl.load(head_of_call + 2)
+        num_tokens = tl.load(leg + 2).to(tl.int32)
+        num_heads = tl.load(leg + 3).to(tl.int32)
+        run_units = tl.load(leg + 4).to(tl.int32)
+
+        unit_tiles = tl.cdiv(run_units, UNITS)
+        head_tiles = tl.cdiv(num_heads, HEADS)
+        token_tiles = tl.cdiv(num_tokens, TOKENS)
+        id_tiles = tl.cdiv(num_ids, BLOCKS)
+        rest = tile - tl.load(head_of_call)
+        unit_tile = rest % unit_tiles
+        rest = rest // unit_tiles
         head_tile = rest % head_tiles
         rest = rest // head_tiles
         token_tile = rest % token_tiles
         rest = rest // token_tiles
-        index = rest % num_ids
-        row = rest // num_ids
+        id_tile = rest % id_tiles
+        row = tl.load(leg) + rest // id_tiles
 
         # Without the hint a base loaded from a table gives scalar accesses.
-        dst_base = tl.multiple_of(tl.load(dst_bases + row), UNIT)
-        src_base = tl.multiple_of(tl.load(src_bases + row), UNIT)
-        dst_block = tl.load(dst_ids + index).to(tl.int64) * dst_block_stride
-        src_block = tl.load(src_ids + index).to(tl.int64) * src_block_stride
-
-        token = token_tile * TOKENS + run // HEADS
+        dst_base = tl.multiple_of(tl.load(rows + row * _ROW_WORDS), UNIT)
+        src_base = tl.multiple_of(tl.load(rows + row * _ROW_WORDS + 1), UNIT)
+        token = token_tile * TOKENS + run // HEADS % TOKENS
         head = head_tile * HEADS + run % HEADS
-        word = unit_tile * (UNITS * LANES) + tl.arange(0, UNITS * LANES)
         inside = (token < num_tokens) & (head < num_heads)
-        mask = inside[:, None] & (word < run_units * LANES)[None, :]
+        if BLOCKS == 1:
+            dst_id = tl.load(ids + id_tile)
+            src_id = tl.load(ids + num_ids + id_tile)
+        else:
+            index = id_tile * BLOCKS + run // (HEADS * TOKENS)
+            inside = inside & (index < num_ids)
+            dst_id = tl.load(ids + index, mask=inside, other=-1)
+            src_id = tl.load(ids + num_ids + index, mask=inside, other=0)
+        written = tl.where(dst_id >= 0, inside, False)
+        dst_outer, dst_jump, dst_inner = _block_offset(tl.maximum(dst_id, 0), leg + 5)
+        src_outer, src_jump, src_inner = _block_offset(src_id, leg + 10)
         token = token.to(tl.int64)
         head = head.to(tl.int64)
+        dst_inner = dst_inner + token * tl.load(leg + 8) + head * tl.load(leg + 9)
+        src_inner = src_inner + token * tl.load(leg + 13) + head * tl.load(leg + 14)
 
-        dst_run = (dst_block + token * dst_token_stride + head * dst_head_stride) * LANES
-        src_run = (src_block + token * src_token_stride + head * src_head_stride) * LANES
+        word = unit_tile * (UNITS * LANES) + tl.arange(0, UNITS * LANES)
+        fits = (word < run_units * LANES)[None, :]
+        dst_run = (dst_jump + dst_inner) * LANES
+        src_run = (src_jump + src_inner) * LANES
         dst_ptr = dst_base.to(tl.pointer_type(WORD)) + dst_run[:, None] + word[None, :]
         src_ptr = src_base.to(tl.pointer_type(WORD)) + src_run[:, None] + word[None, :]
-        tl.store(dst_ptr, tl.load(src_ptr, mask=mask), mask=mask)
+        # A source chunk is read whole for its fingerprint, also where nothing is written.
+        read = inside if FINGERPRINT == 2 else written
+        value = tl.load(src_ptr, mask=read[:, None] & fits, other=0)
+        tl.store(dst_ptr, value, mask=written[:, None] & fits)
 
-
-def launch_block_copy(
-    dst: Plane,
-    dst_bases: torch.Tensor,
-    dst_ids: torch.Tensor,
-    src: Plane,
-    src_bases: torch.Tensor,
-    src_ids: torch.Tensor,
-    *,
-    unit: int,
-    config: CopyConfig,
-) -> None:
-    """Launch on the current stream. Planes are coalesced and compatible, ids checked by the caller.
-
-    Args:
-        dst_bases, src_bases: int64[rows], the planes' base tables on the device.
-        dst_ids, src_ids: int32 or int64[n] on the device.
-        unit: ``access_unit(dst, src)``.
-    """
-    word = min(unit, 4)
-    tiles = (
-        dst.rows
-        * dst_ids.numel()
-        * -(-dst.block_tokens // config.tokens)
-        * -(-dst.num_heads // config.heads)
-        * -(-(dst.width // unit) // config.units)
-    )
-    block_copy_kernel[(min(tiles, config.programs),)](
-        dst_bases,
-        src_bases,
-        dst_ids,
-        src_ids,
-        num_ids=dst_ids.numel(),
-        num_rows=dst.rows,
-        num_tokens=dst.block_tokens,
-        num_heads=dst.num_heads,
-        run_units=dst.width // unit,
-        dst_block_stride=dst.block_stride // unit,
-        dst_token_stride=dst.token_stride // unit,
-        dst_head_stride=dst.head_stride // unit,
-        src_block_stride=src.block_stride // unit,
-        src_token_stride=src.token_stride // unit,
-        src_head_stride=src.head_stride // unit,
-        WORD=_WORDS[word],
-        LANES=unit // word,
-        UNIT=unit,
-        TOKENS=config.tokens,
-        HEADS=config.heads,
-        UNITS=config.units,
-        num_warps=config.num_warps,
-    )
+        if FINGERPRINT:
+            # A chunk's payload is one outer step of its side.
+            outer, start = (dst_outer, dst_inner) if FINGERPRINT == 1 else (src_outer, src_inner)
+            start = start * UNIT + tl.load(rows + row * _ROW_WORDS + 2)
+            products = _products(value, start, word, WORD_BYTES)
+            target = sums + outer.to(tl.int64) * tl.load(leg + 15) + row
+            if BLOCKS == 1:
+                total = tl.sum(products).to(tl.int64, bitcast=True)
+                tl.atomic_add(target, total, sem="relaxed")
+            else:
+                totals = tl.sum(products, axis=1).to(tl.int64, bitcast=True)
+                tl.atomic_add(target, totals, mask=inside, sem="relaxed")

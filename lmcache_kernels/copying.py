@@ -1,137 +1,227 @@
-"""Copy blocks between two planes: the one operation of the bottom layer.
+"""Copy blocks between planes: the one operation of the bottom layer.
 
-Layout work (compatibility, coalescing, access width, tables) happens once, in
+Layout work (compatibility, coalescing, access width, tables, compiling) happens once, in
 :func:`prepare_copy`; moving blocks afterwards takes ids only.
 """
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from .copy_config import choose_config
+from .copy_plan import CopyPlan
 from .errors import LayoutError
-from .ids import as_ids, check_ids, check_pairing
-from .plane import Plane, access_unit, check_compatible, coalesce
+from .ids import ABSENT, check_pairing, pack_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
 
-    from .copy_config import CopyConfig
+    from .copy_plan import Side
+    from .ids import IdBuffer
+    from .plane import Plane
+
+MAX_LAUNCH_BYTES = 256 << 20
+"""Most payload of one launch: 0.13 ms of an H200's memory. Other work gets its turn between two."""
 
 
 def copy_blocks(
     dst: Plane,
-    dst_ids: Sequence[int],
+    dst_ids: Iterable[int],
     src: Plane,
-    src_ids: Sequence[int],
+    src_ids: Iterable[int],
     *,
     max_programs: int | None = None,
 ) -> None:
     """``dst[row, dst_ids[i], t, h, :] = src[row, src_ids[i], t, h, :]`` for every row, t, h, i.
 
-    Bytes move as they are, whatever they mean. On a GPU the copy is queued on torch's current
-    stream and this returns at once; in host memory it is done on return. Source and destination
-    must not overlap; of one and the same plane that is checked.
+    Bytes move as they are, whatever they mean. On a GPU the copy is queued on the current stream of
+    the source's device and this returns at once; in host memory it is done on return. Source and
+    destination must not overlap; of one and the same plane that is checked.
 
     Args:
-        dst, src: planes of equal rows, tokens, heads and width on one device; strides are free.
-        dst_ids, src_ids: block ids, pairwise; no destination twice.
+        dst, src: planes of equal rows, tokens, heads and width; strides are free. On one device, or
+            on two GPUs of which the source's reaches the other's memory.
+        dst_ids, src_ids: block ids, pairwise; no destination twice. A destination of ``ABSENT``
+            (-1) leaves its block out.
         max_programs: bound on the GPU grid, to leave the model its multiprocessors.
 
     Raises:
-        LayoutError: planes that do not fit, other devices, bad ids, or blocks of one plane that are
-            both read and written; nothing was written.
+        LayoutError: planes that do not fit, devices that do not reach each other, bad ids, or
+            blocks of one plane that are both read and written; nothing was written.
     """
     prepare_copy(dst, src, max_programs=max_programs).copy(dst_ids, src_ids)
 
 
-def prepare_copy(dst: Plane, src: Plane, *, max_programs: int | None = None) -> PreparedCopy:
-    """Do the layout work of :func:`copy_blocks` once; same arguments and errors."""
-    return PreparedCopy(dst, src, max_programs=max_programs)
+def prepare_copy(
+    dst: Plane,
+    src: Plane,
+    *,
+    max_programs: int | None = None,
+    max_launch_bytes: int = MAX_LAUNCH_BYTES,
+    run_on: str | None = None,
+) -> PreparedCopy:
+    """Do the layout work of :func:`copy_blocks` once; same arguments and errors, and:
+
+    Args:
+        max_launch_bytes: most payload of one launch; a larger copy takes several.
+        run_on: which of the planes' devices copies: the source's, which pushes (default), or the
+            destination's, which pulls.
+    """
+    return PreparedCopy(
+        [[(dst, src)]],
+        max_programs=max_programs,
+        max_launch_bytes=max_launch_bytes,
+        run_on=run_on,
+    )
+
+
+class Executor(Protocol):
+    """Carries out a plan for checked ids: per group a destination and a source list."""
+
+    def copy(self, ids: Sequence[tuple[IdBuffer, IdBuffer]], sums: torch.Tensor | None) -> None: ...
 
 
 class PreparedCopy:
-    """Two planes made ready for :meth:`copy`. Made by :func:`prepare_copy`."""
+    """Groups of plane pairs made ready for :meth:`copy`; each group has its own block ids.
 
-    def __init__(self, dst: Plane, src: Plane, *, max_programs: int | None = None) -> None:
-        check_compatible(dst, src)
-        if dst.device != src.device:
-            raise LayoutError(
-                f"planes lie on different devices: destination on {dst.device}, "
-                f"source on {src.device}; stage one of them"
-            )
-        if max_programs is not None and max_programs < 1:
-            raise LayoutError(f"max_programs: expected >= 1, got {max_programs}")
-        self._dst, self._src = coalesce(dst, src)
-        self._same_place = dst.bases == src.bases
-        self._unit = access_unit(self._dst, self._src)
-        self._on_host = dst.device == "cpu" and not interpreting()
-        if not self._on_host:
-            self._config: CopyConfig = choose_config(self._dst, self._unit, max_programs)
-            self._dst_bases = _table(self._dst)
-            self._src_bases = _table(self._src)
+    Keep the tensors behind the planes alive. Safe for threads where the destinations differ.
 
-    def copy(self, dst_ids: Sequence[int], src_ids: Sequence[int]) -> None:
-        """Copy the blocks named; see :func:`copy_blocks`.
+    Args:
+        groups: per group of block ids, (destination, source) planes.
+        chunk_side: which side holds whole chunks, one an outer step of its planes, whose
+            fingerprints are added to ``sums``. A payload begins at the lowest base.
+        max_programs, max_launch_bytes, run_on: see :func:`prepare_copy`.
+
+    Raises:
+        LayoutError: see :func:`copy_blocks`.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[tuple[Plane, Plane]]],
+        *,
+        chunk_side: Side | None = None,
+        max_programs: int | None = None,
+        max_launch_bytes: int = MAX_LAUNCH_BYTES,
+        run_on: str | None = None,
+    ) -> None:
+        for name, bound in (("max_programs", max_programs), ("max_launch_bytes", max_launch_bytes)):
+            if bound is not None and bound < 1:
+                raise LayoutError(f"{name}: expected >= 1, got {bound}")
+        self.plan = CopyPlan.of(groups, chunk_side)
+        self.device = _device_that_copies(self.plan, run_on)
+        sides = [
+            (self.plan.planes(g, "dst"), self.plan.planes(g, "src")) for g in range(len(groups))
+        ]
+        self._num_blocks = [
+            (min(p.num_blocks for p in dst), min(p.num_blocks for p in src)) for dst, src in sides
+        ]
+        self._same_place = [
+            any(to.bases == origin.bases for to in dst for origin in src) for dst, src in sides
+        ]
+        self._executor = _executor(self.plan, self.device, max_programs, max_launch_bytes)
+
+    def copy(
+        self,
+        dst_ids: Iterable[int],
+        src_ids: Iterable[int],
+        *,
+        sums: torch.Tensor | None = None,
+    ) -> None:
+        """:meth:`copy_groups` of the only group."""
+        self.copy_groups(((dst_ids, src_ids),), sums=sums)
+
+    def copy_groups(
+        self,
+        ids: Sequence[tuple[Iterable[int], Iterable[int]]],
+        *,
+        sums: torch.Tensor | None = None,
+    ) -> None:
+        """Copy the blocks named, per group by destination and source ids; see :func:`copy_blocks`.
+
+        Args:
+            ids: a pair of lists a group.
+            sums: with a ``chunk_side``: int64[chunks, rows] on the device that copies; each entry
+                gains, modulo 2**64, what that row of that chunk adds to the chunk's fingerprint.
+                Of source chunks that includes blocks that are left out.
 
         Raises:
-            LayoutError: an id out of range, a destination named twice, or lists of other lengths.
+            LayoutError: an id out of range, a destination named twice, lists of other lengths, or
+                ``sums`` that do not fit; nothing was written.
         """
-        dst_ids = as_ids(dst_ids, name="dst_ids")
-        src_ids = as_ids(src_ids, name="src_ids")
-        check_pairing(dst_ids, src_ids)
-        check_ids(dst_ids, self._dst.num_blocks, name="dst_ids", unique=True)
-        check_ids(src_ids, self._src.num_blocks, name="src_ids")
-        if self._same_place and not set(dst_ids).isdisjoint(src_ids):
-            both = sorted(set(dst_ids).intersection(src_ids))
-            raise LayoutError(f"blocks {both[:8]} are read and written by one copy of one plane")
-        if not dst_ids:
+        if len(ids) != len(self._num_blocks):
+            raise LayoutError(f"ids: expected {len(self._num_blocks)} groups, got {len(ids)}")
+        packed = []
+        for (dst_ids, src_ids), (dst_blocks, src_blocks), same_place in zip(
+            ids, self._num_blocks, self._same_place, strict=True
+        ):
+            to = pack_ids(dst_ids, dst_blocks, name="dst_ids", destination=True)
+            origin = pack_ids(src_ids, src_blocks, name="src_ids")
+            check_pairing(to, origin)
+            if same_place:
+                _check_apart(to, origin)
+            packed.append((to, origin))
+        self._check_sums(sums)
+        self._executor.copy(packed, sums)
+
+    def _check_sums(self, sums: torch.Tensor | None) -> None:
+        if sums is None and self.plan.chunk_side is None:
             return
-        if self._on_host:
-            from .host_copy import copy_blocks_host
+        if sums is None or self.plan.chunk_side is None:
+            raise LayoutError("sums: expected exactly where the copy has a chunk side")
+        import torch
 
-            copy_blocks_host(self._dst, dst_ids, self._src, src_ids, unit=self._unit)
-        else:
-            self._launch(dst_ids, src_ids)
+        chunks = max(getattr(leg, self.plan.chunk_side).outer_blocks for leg in self.plan.legs)
+        if (
+            sums.dtype != torch.int64
+            or sums.dim() != 2
+            or sums.shape[0] < chunks
+            or sums.shape[1] != self.plan.rows
+            or not sums.is_contiguous()
+            or str(sums.device) != self.device
+        ):
+            raise LayoutError(
+                f"sums: expected contiguous int64 [{chunks}, {self.plan.rows}] on {self.device}, "
+                f"got {sums.dtype} {list(sums.shape)} on {sums.device}"
+            )
 
-    def _launch(self, dst_ids: Sequence[int], src_ids: Sequence[int]) -> None:
-        from .copy_kernel import launch_block_copy
 
-        ids = _upload([*dst_ids, *src_ids], self._dst.device)
-        launch_block_copy(
-            self._dst,
-            self._dst_bases,
-            ids[: len(dst_ids)],
-            self._src,
-            self._src_bases,
-            ids[len(dst_ids) :],
-            unit=self._unit,
-            config=self._config,
+def _check_apart(dst_ids: IdBuffer, src_ids: IdBuffer) -> None:
+    both = set(dst_ids).intersection(src_ids) - {ABSENT}
+    if both:
+        raise LayoutError(
+            f"blocks {sorted(both)[:8]} are read and written by one copy of one plane"
         )
 
 
-def interpreting() -> bool:
-    """True when Triton runs its kernels on the CPU (``TRITON_INTERPRET=1``)."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+def _device_that_copies(plan: CopyPlan, run_on: str | None) -> str:
+    dst, src = plan.legs[0].dst.device, plan.legs[0].src.device
+    device = src if run_on is None else run_on
+    if device not in (dst, src):
+        raise LayoutError(f"run_on: expected {dst} or {src}, got {device}")
+    if dst != src:
+        if "cpu" in (dst, src):
+            raise LayoutError(
+                f"planes lie on different devices: destination on {dst}, source on {src}; "
+                "stage one of them"
+            )
+        from .devices import enable_peer_access
+
+        enable_peer_access(device, dst if device == src else src)
+    return device
 
 
-def _table(plane: Plane) -> torch.Tensor:
-    import torch
-
-    table = torch.tensor(plane.bases, dtype=torch.int64).to(plane.device)
-    if table.is_cuda:
-        # The table outlives this stream's order: a later copy may run on another stream.
-        torch.cuda.current_stream(table.device).synchronize()
-    return table
-
-
-def _upload(ids: list[int], device: str) -> torch.Tensor:
-    import torch
-
+def _executor(
+    plan: CopyPlan, device: str, max_programs: int | None, max_launch_bytes: int
+) -> Executor:
     if device == "cpu":
-        return torch.tensor(ids, dtype=torch.int64)
-    # Pinned memory makes the upload asynchronous; torch's host allocator keeps it until then.
-    return torch.tensor(ids, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+        from .devices import interpreting
+
+        if not interpreting():
+            from .host_copy import HostCopy
+
+            return HostCopy(plan)
+    from .kernel_copy import KernelCopy
+
+    return KernelCopy(plan, device, max_programs=max_programs, max_launch_bytes=max_launch_bytes)

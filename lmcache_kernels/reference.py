@@ -30,7 +30,17 @@ def copy_blocks_ref(dst: Plane, dst_ids: Sequence[int], src: Plane, src_ids: Seq
 def _address(plane: Plane, row: int, block: int, token: int, head: int) -> int:
     return (
         plane.bases[row]
-        + block * plane.block_stride
+        + plane.block_offset(block)
         + token * plane.token_stride
         + head * plane.head_stride
     )
+
+
+def fingerprint_ref(payload: bytes) -> int:
+    """The fingerprint of a whole payload, word by word; see :mod:`lmcache_kernels.fingerprint`."""
+    total = 0
+    for place in range(0, len(payload), 4):
+        mixed = place // 4 * 0x9E3779B97F4A7C15 % (1 << 64)
+        key = (mixed ^ mixed >> 32) | 1
+        total += int.from_bytes(payload[place : place + 4], "little") * key
+    return total % (1 << 64)

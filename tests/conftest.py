@@ -9,7 +9,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest.register_assert_rewrite("copy_suite", "transfer_suite", "e2ekit")
+pytest.register_assert_rewrite(
+    "copy_suite", "mode_suite", "layout_suite", "transfer_suite", "e2ekit"
+)
 
 # How fast this machine generates examples says nothing about the code under test.
 settings.register_profile(

@@ -18,7 +18,8 @@ ADAPTERS_MAY_USE = {
 """Which adapters an adapter may import; every other pair stays apart."""
 
 PURE = [
-    *("errors", "plane", "ids", "chunk_layout", "copy_config"),
+    *("errors", "plane", "ids", "chunk_layout", "copy_config", "copy_tables", "copy_plan"),
+    *("axes", "pages", "head_slices", "fingerprint"),
     *("transfer.keys", "transfer.messages"),
     *("transfer.slots", "transfer.store", "transfer.slot_header", "transfer.chunk_table"),
     *("transfer.expiring", "transfer.request_checks"),

@@ -6,17 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from lmcache_kernels.errors import LayoutError
-from lmcache_kernels.ids import check_ids
+from lmcache_kernels.ids import ABSENT, pack_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lmcache_kernels.chunk_layout import ChunkLayout
     from lmcache_kernels.plane import CacheGroup
-
-ABSENT = -1
-"""In a list of block ids to load into: this block does not exist here, skip it."""
-
 
 Pairs: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 """Per group, (blocks inside a chunk, block ids of the cache), equally long."""
@@ -110,10 +106,7 @@ def check_block_ids(
             raise LayoutError(
                 f"block_ids[{index}]: {chunks} chunks need {needed} blocks, got {len(ids)}"
             )
-        used = list(ids[:needed])
-        if loading:
-            used = [block for block in used if block != ABSENT]
-        check_ids(used, group.num_blocks, name=f"block_ids[{index}]", unique=loading)
+        pack_ids(ids[:needed], group.num_blocks, name=f"block_ids[{index}]", destination=loading)
 
 
 def pair_blocks(

@@ -15,9 +15,9 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any
 
 from lmcache_kernels.errors import KVTransferError
+from lmcache_kernels.ids import ABSENT
 from lmcache_kernels.transfer.keys import ChunkChain, Span, root_digest
 from lmcache_kernels.transfer.messages import Clear, EndSession, Found, Lookup
-from lmcache_kernels.transfer.moves import ABSENT
 
 from .jobs import LoadJob, StepJobs, StepReport, StoreJob
 from .running import RunningJobs

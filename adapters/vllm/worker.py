@@ -6,7 +6,7 @@ import logging
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from lmcache_kernels.transfer.moves import ABSENT
+from lmcache_kernels.ids import ABSENT
 
 from .jobs import StepReport
 

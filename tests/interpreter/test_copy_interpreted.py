@@ -6,6 +6,7 @@ import os
 
 import pytest
 from copy_suite import *  # noqa: F403
+from mode_suite import *  # noqa: F403
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"

@@ -185,7 +185,7 @@ def test_fault_a09_more_blocks_than_ids_is_an_error_before_anything_moves(device
     ("bad", "message"),
     [
         ([0, 9], r"dst_ids\[1\].*< 9, got 9"),
-        ([-1, 0], r"dst_ids\[0\].*got -1"),
+        ([-2, 0], r"dst_ids\[0\].*got -2"),
         ([4, 4], "block 4 named twice"),
     ],
 )

@@ -19,9 +19,9 @@ from lmcache_kernels.adapters.messaging.client import CacheClient
 from lmcache_kernels.adapters.messaging.connect import connect
 from lmcache_kernels.adapters.server.spawn import spawn_server
 from lmcache_kernels.errors import Closed, KVTransferError, LayoutError, PeerGone
+from lmcache_kernels.ids import ABSENT
 from lmcache_kernels.transfer.context import EngineDrivenContext
 from lmcache_kernels.transfer.keys import shard_id
-from lmcache_kernels.transfer.moves import ABSENT
 from lmcache_kernels.views import group_of
 
 CHUNK_TOKENS = 8  # two blocks of four

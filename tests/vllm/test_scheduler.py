@@ -10,8 +10,8 @@ from lmcache_kernels.adapters.vllm.jobs import StepReport
 from lmcache_kernels.adapters.vllm.scheduler import SchedulerSide
 from lmcache_kernels.adapters.vllm.tracker import GroupShape
 from lmcache_kernels.errors import PeerGone, TransferTimeout
+from lmcache_kernels.ids import ABSENT
 from lmcache_kernels.transfer.messages import Clear, EndSession, Lookup
-from lmcache_kernels.transfer.moves import ABSENT
 
 CHUNK = 64
 BLOCK = 16

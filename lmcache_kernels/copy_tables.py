@@ -1,0 +1,53 @@
+"""What the kernel reads about a copy: pure functions from planes and ids to integers.
+
+``legs`` int64[legs, LEG_WORDS] and ``rows`` int64[rows, ROW_WORDS] describe the planes and are made
+once; ``call`` int32[legs * CALL_WORDS + ids] describes one copy. Strides are in units.
+
+======= ====================================================================================
+table   words
+======= ====================================================================================
+leg     first row, rows, tokens, heads, units of a run; then of the destination and of the
+        source: split, block stride, split stride, token stride, head stride; rows of all legs
+row     address of the destination, of the source; place in the payload of a chunk, bytes
+call    first tile, ids, where the destination's ids stand (the source's stand behind them), 0
+======= ====================================================================================
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .plane import Plane
+
+LEG_WORDS = 16
+ROW_WORDS = 3
+CALL_WORDS = 4
+
+NO_TILE = (1 << 31) - 1
+"""First tile of a leg that is not there."""
+
+
+def leg_table(legs: Sequence[tuple[Plane, Plane]], unit: int) -> list[int]:
+    """The ``legs`` table of coalesced (destination, source) pairs."""
+    total = sum(dst.rows for dst, _ in legs)
+    words: list[int] = []
+    first = 0
+    for dst, src in legs:
+        words += [first, dst.rows, dst.block_tokens, dst.num_heads, dst.width // unit]
+        words += [*_side(dst, unit), *_side(src, unit), total]
+        first += dst.rows
+    return words
+
+
+def _side(plane: Plane, unit: int) -> tuple[int, ...]:
+    strides = (plane.block_stride, plane.split_stride, plane.token_stride, plane.head_stride)
+    return (plane.split, *(stride // unit for stride in strides))
+
+
+def row_table(legs: Sequence[tuple[Plane, Plane]], places: Sequence[int]) -> list[int]:
+    """The ``rows`` table; ``places`` are the rows' offsets in a chunk's payload, over all legs."""
+    rows = [pair for dst, src in legs for pair in zip(dst.bases, src.bases, strict=True)]
+    return [word for row, place in zip(rows, places, strict=True) for word in (*row, place)]

@@ -1,0 +1,28 @@
+"""What a copy has to know about devices before it runs on one."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+from .errors import LayoutError
+
+
+def interpreting() -> bool:
+    """True when Triton runs its kernels on the CPU (``TRITON_INTERPRET=1``)."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def enable_peer_access(device: str, other: str) -> None:
+    """Let kernels on GPU ``device`` read and write the memory of GPU ``other`` of this process.
+
+    Raises:
+        LayoutError: the two are not linked so.
+    """
+    import torch
+
+    if not torch.cuda.can_device_access_peer(torch.device(device), torch.device(other)):
+        raise LayoutError(f"{device} cannot reach the memory of {other}; stage it in host memory")
+    # torch enables access when it first copies between two devices, and remembers that it did.
+    torch.empty(1, device=other).copy_(torch.empty(1, device=device))

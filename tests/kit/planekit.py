@@ -1,0 +1,84 @@
+"""Random planes over poisoned memory, and what a copy between two of them must leave behind."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from cachekit import POISON
+from hypothesis import strategies as st
+
+from lmcache_kernels import Plane
+
+
+@dataclass
+class Side:
+    """One plane and the memory behind it, poison included."""
+
+    plane: Plane
+    memory: torch.Tensor  # uint8
+
+    def run_at(self, row: int, block: int, token: int, head: int) -> slice:
+        p = self.plane
+        outer, inner = divmod(block, p.split)
+        start = (
+            p.bases[row]
+            - self.memory.data_ptr()
+            + outer * p.block_stride
+            + inner * p.split_stride
+            + token * p.token_stride
+            + head * p.head_stride
+        )
+        return slice(start, start + p.width)
+
+
+@st.composite
+def sides(draw, shape, device: str):
+    """A side of the given (rows, tokens, heads, width): any nesting of the axes, any padding."""
+    rows, tokens, heads, width = shape
+    split = draw(st.sampled_from([1, 1, 2, 3]))
+    outer = draw(st.integers(1, 4))
+    extents = {"row": rows, "block": outer, "split": split, "token": tokens, "head": heads}
+    grain = draw(st.sampled_from([1, 2, 4, 16]))
+    stride, step = {}, -(-width // grain) * grain
+    for axis in draw(st.permutations(sorted(extents))):
+        stride[axis] = step
+        step = step * extents[axis] + draw(st.sampled_from([0, 0, 1, 5])) * grain
+    lead = draw(st.integers(0, 3)) * grain + 64
+    memory = torch.full((lead + step + 64,), POISON, dtype=torch.uint8).to(device)
+    order = draw(st.permutations(range(rows)))
+    plane = Plane(
+        bases=tuple(memory.data_ptr() + lead + row * stride["row"] for row in order),
+        num_blocks=outer * split,
+        block_tokens=tokens,
+        num_heads=heads,
+        width=width,
+        block_stride=stride["block"],
+        token_stride=stride["token"],
+        head_stride=stride["head"],
+        device=device,
+        split=split,
+        split_stride=stride["split"],
+    )
+    return Side(plane, memory)
+
+
+def expected_memory(dst: Side, dst_ids: list[int], src: Side, src_ids: list[int]) -> torch.Tensor:
+    """The destination's memory after the copy, one run after the other."""
+    after, before = dst.memory.cpu().clone(), src.memory.cpu()
+    plane = dst.plane
+    for (to, origin), row, token, head in itertools.product(
+        list(zip(dst_ids, src_ids, strict=True)),
+        range(plane.rows),
+        range(plane.block_tokens),
+        range(plane.num_heads),
+    ):
+        if to >= 0:
+            after[dst.run_at(row, to, token, head)] = before[src.run_at(row, origin, token, head)]
+    return after
+
+
+def fill_random(memory: torch.Tensor, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8, generator=generator))
