@@ -1,39 +1,87 @@
-"""``python -m bench run kernels|store_load [--size-mb N] [--json FILE]``"""
+"""``python -m bench run NAME``, ``compare A.json B.json``, ``report A.json ... -o FILE``"""
 
 from __future__ import annotations
 
 import argparse
-import json
+import importlib
 import sys
 from pathlib import Path
 
-from . import kernels, machine, store_load
+from . import gate, machine
+from .compare import compare
+from .options import Options
+from .report import render
+from .results import SCHEMA, Document, ResultError, read, write
 
-BENCHMARKS = {"kernels": kernels.run, "store_load": store_load.run}
+BENCHMARKS = ("kernels", "peer", "store_load", "host_cost")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench")
-    commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="measure and print a table")
-    run.add_argument("name", choices=sorted(BENCHMARKS))
-    run.add_argument("--size-mb", type=int, default=256, help="payload of a case")
-    run.add_argument("--rounds", type=int, default=15)
-    run.add_argument("--max-programs", type=int, help="bound on the kernels' grid")
-    run.add_argument("--json", type=Path, help="also write the result here")
-    arguments = parser.parse_args()
+def main(arguments: list[str] | None = None) -> int:
+    chosen = _parser().parse_args(arguments)
+    try:
+        return int(chosen.act(chosen))
+    except ResultError as error:
+        print(error, file=sys.stderr)
+        return 2
 
+
+def _run(chosen: argparse.Namespace) -> int:
     header = machine.describe()
-    print(json.dumps(header))
-    rows = BENCHMARKS[arguments.name](
-        size_mb=arguments.size_mb,
-        rounds=arguments.rounds,
-        max_programs=arguments.max_programs,
+    print("  ".join(f"{name}: {value}" for name, value in header.items()), flush=True)
+    if chosen.gate and not gate.is_open():
+        print("gate: the tests fail, so nothing is measured", file=sys.stderr)
+        return 1
+    options = Options(chosen.size_mb, chosen.rounds, chosen.only, chosen.max_programs)
+    rows = importlib.import_module(f".{chosen.name}", __package__).run(options)
+    document = Document(SCHEMA, chosen.name, header, rows)
+    if chosen.json:
+        write(document, chosen.json)
+    if chosen.report:
+        chosen.report.write_text(render([document]))
+    return 0 if all(row.bit_exact for row in rows) else 1
+
+
+def _compare(chosen: argparse.Namespace) -> int:
+    print("\n".join(compare(read(chosen.before), read(chosen.after))))
+    return 0
+
+
+def _report(chosen: argparse.Namespace) -> int:
+    chosen.output.write_text(render([read(path) for path in chosen.results]))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench")
+    commands = parser.add_subparsers(required=True)
+    run = commands.add_parser("run", help="measure and print a table")
+    run.add_argument("name", choices=BENCHMARKS)
+    run.add_argument("--size-mb", type=int, default=256, help="least payload of a case")
+    run.add_argument("--rounds", type=_at_least_two, default=15, help="timed runs of everyone")
+    run.add_argument("--only", metavar="PATTERN", help="cases that have this in their title")
+    run.add_argument("--max-programs", type=int, help="bound on the kernels' grid (store_load)")
+    run.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
+    run.add_argument("--report", type=Path, metavar="FILE", help="also write a page with plots")
+    run.add_argument(
+        "--no-gate", dest="gate", action="store_false", help="do not run the GPU tests first"
     )
-    if arguments.json:
-        result = {"machine": header, "rows": rows}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if all(row["bit_exact"] for row in rows) else 1
+    run.set_defaults(act=_run)
+    comparing = commands.add_parser("compare", help="what moved between two results")
+    comparing.add_argument("before", type=Path)
+    comparing.add_argument("after", type=Path)
+    comparing.set_defaults(act=_compare)
+    reporting = commands.add_parser("report", help="one page with the plots of results")
+    reporting.add_argument("results", type=Path, nargs="+")
+    reporting.add_argument("-o", "--output", type=Path, required=True)
+    reporting.set_defaults(act=_report)
+    return parser
+
+
+def _at_least_two(text: str) -> int:
+    rounds = int(text)
+    if rounds < 2:
+        raise argparse.ArgumentTypeError("quantiles need two rounds at least")
+    return rounds
 
 
 if __name__ == "__main__":

@@ -3,61 +3,150 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from math import prod
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+_DTYPES = {1: torch.uint8, 2: torch.int16}
+
+
+@dataclass(frozen=True)
+class Model:
+    """The cache of one rank. ``dim`` is elements of K (or V) of a head, or of a latent vector."""
+
+    name: str
+    layers: int
+    heads: int
+    dim: int
+    block_tokens: int = 16
+    element_bytes: int = 2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``axes`` as the shape of a tensor has them; ``physical`` the order in memory, slowest first."""
+
+    name: str
+    axes: str
+    physical: str = ""
+    fused: bool = False  # K and V of a head side by side in dim
+
+
+KV_FIRST = Layout("[2,B,N,H,D]", "kv block token head dim")
+BLOCK_FIRST = Layout("[B,2,N,H,D]", "block kv token head dim")
+KV_FIRST_HND = Layout("[2,B,H,N,D]", "kv block head token dim")
+BLOCK_FIRST_HND = Layout("[B,2,H,N,D]", "block kv head token dim")
+FUSED_NHD = Layout("[B,N,H,2D]", "block token head dim", fused=True)
+FUSED_HND = Layout("[B,H,N,2D]", "block head token dim", fused=True)
+FUSED_VIEW = Layout(
+    "[B,H,N,2D] stored NHD", "block head token dim", "block token head dim", fused=True
+)
+LATENT = Layout("[B,N,D]", "block token dim")
+CROSS_LAYER = Layout("[B,L,2,N,H,D]", "block layer kv token head dim")
+
+LAYOUTS = (
+    *(KV_FIRST, BLOCK_FIRST, KV_FIRST_HND, BLOCK_FIRST_HND),
+    *(FUSED_NHD, FUSED_HND, FUSED_VIEW, LATENT, CROSS_LAYER),
+)
+
+LLAMA_8B = Model("Llama-3-8B", 32, 8, 128)
+LLAMA_70B_TP4 = Model("Llama-3-70B TP4", 80, 2, 128)
+LLAMA_70B_TP8 = Model("Llama-3-70B TP8", 80, 1, 128)
+GPT_OSS = Model("gpt-oss-120b", 36, 8, 64)
+MLA_64 = Model("DeepSeek-V3 MLA 64", 61, 1, 576, block_tokens=64)
+MLA_16 = Model("DeepSeek-V3 MLA 16", 61, 1, 576)
+FP8_DS_MLA = Model("DeepSeek-V3.2 fp8_ds_mla", 61, 1, 656, block_tokens=64, element_bytes=1)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of one model: ``shape`` of a layer, "B" standing for the number of blocks.
+    """One model in one layout."""
 
-    ``run_bytes``: what lies dense on both sides between the engine's pages and a chunk.
-    """
+    model: Model
+    layout: Layout
 
-    name: str
-    axes: str
-    shape: tuple[int | str, ...]
-    layers: int
-    run_bytes: int
-    block_tokens: int = 16
+    @property
+    def name(self) -> str:
+        return f"{self.model.name} {self.layout.name}"
+
+    @property
+    def axes(self) -> str:
+        return self.layout.axes
+
+    @property
+    def block_tokens(self) -> int:
+        return self.model.block_tokens
+
+    @property
+    def kv_size(self) -> int:
+        return 2 if "kv" in self.axes.split() else 1
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block in all layers."""
+        extents = self._extents(1)
+        return (
+            self.model.layers
+            * self.kv_size
+            * self.model.element_bytes
+            * (extents["token"] * extents["head"] * extents["dim"])
+        )
 
     def blocks_for(self, nbytes: int, per_chunk: int = 1) -> int:
         """Fewest blocks of at least ``nbytes``, a multiple of ``per_chunk``."""
         needed = -(-nbytes // self.block_bytes)
         return -(-needed // per_chunk) * per_chunk
 
-    @property
-    def block_bytes(self) -> int:
-        """Of one block in all layers."""
-        size = 2 * self.layers
-        for extent in self.shape:
-            size *= extent if isinstance(extent, int) else 1
-        return size
-
     def tensors(self, blocks: int, device: str) -> list[torch.Tensor]:
-        """One random tensor for each layer, of 2-byte elements."""
-        shape = [blocks if extent == "B" else int(extent) for extent in self.shape]
-        return list(self._random(shape, device))
+        """Random bytes: a tensor for each layer, or one for all of them."""
+        extents = self._extents(blocks)
+        axes = self.axes.split()
+        stored = (self.layout.physical or self.axes).split()
+        shape = [extents[axis] for axis in stored]
+        count = 1 if "layer" in axes else self.model.layers
+        nbytes = prod(shape) * self.model.element_bytes
+        return [
+            torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
+            .view(_DTYPES[self.model.element_bytes])
+            .view(shape)
+            .permute([stored.index(axis) for axis in axes])
+            for _ in range(count)
+        ]
 
-    def _random(self, shape: list[int], device: str) -> Iterator[torch.Tensor]:
-        for _ in range(self.layers):
-            yield torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=device)
+    def layer_views(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Per layer, the same memory as [kv, block, token, head, dim]."""
+        axes = self.axes.split()
+        if "layer" in axes:
+            tensors = list(tensors[0].unbind(axes.index("layer")))
+            axes.remove("layer")
+        views = []
+        for tensor in tensors:
+            there = [axis for axis in ("kv", "block", "token", "head", "dim") if axis in axes]
+            view = tensor.permute([axes.index(axis) for axis in there])
+            for position, axis in enumerate(("kv", "block", "token", "head")):
+                if axis not in axes:
+                    view = view.unsqueeze(position)
+            views.append(view)
+        return views
+
+    def _extents(self, blocks: int) -> dict[str, int]:
+        return {
+            "layer": self.model.layers,
+            "kv": 2,
+            "block": blocks,
+            "token": self.model.block_tokens,
+            "head": self.model.heads,
+            "dim": self.model.dim * (2 if self.layout.fused else 1),
+        }
 
 
-KV, BLOCK_KV = "kv block token head dim", "block kv token head dim"
 CASES = (
-    Case("Llama-3-8B [2,B,N,H,D]", KV, (2, "B", 16, 8, 128), 32, 32768),
-    Case("Llama-3-8B [B,2,N,H,D]", BLOCK_KV, ("B", 2, 16, 8, 128), 32, 32768),
-    Case("Llama-3-8B HND [2,B,H,N,D]", "kv block head token dim", (2, "B", 8, 16, 128), 32, 256),
-    Case("Llama-3-8B HND [B,2,H,N,D]", "block kv head token dim", ("B", 2, 8, 16, 128), 32, 256),
-    Case("Llama-3-8B fused NHD [B,N,H,2D]", "block token head dim", ("B", 16, 8, 256), 32, 65536),
-    Case("Llama-3-8B fused HND [B,H,N,2D]", "block head token dim", ("B", 8, 16, 256), 32, 512),
-    Case("Llama-3-70B TP4 [2,B,N,H,D]", KV, (2, "B", 16, 2, 128), 80, 8192),
-    Case("Llama-3-70B TP8 [2,B,N,H,D]", KV, (2, "B", 16, 1, 128), 80, 4096),
-    Case("DeepSeek-V3 MLA [B,64,576]", "block token dim", ("B", 64, 576), 61, 73728, 64),
-    Case("DeepSeek-V3 MLA [B,16,576]", "block token dim", ("B", 16, 576), 61, 18432),
+    *(Case(LLAMA_8B, layout) for layout in (KV_FIRST, BLOCK_FIRST, KV_FIRST_HND, BLOCK_FIRST_HND)),
+    *(Case(LLAMA_8B, layout) for layout in (FUSED_NHD, FUSED_HND, FUSED_VIEW, CROSS_LAYER)),
+    Case(LLAMA_70B_TP4, KV_FIRST),
+    Case(LLAMA_70B_TP8, KV_FIRST),
+    Case(GPT_OSS, KV_FIRST),
+    Case(MLA_64, LATENT),
+    Case(MLA_16, LATENT),
+    Case(FP8_DS_MLA, LATENT),
 )

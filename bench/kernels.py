@@ -1,127 +1,127 @@
-"""Gather and scatter inside GPU memory, against a plain device copy of the same bytes.
+"""Gather and scatter inside GPU memory, against a plain device copy of the same bytes and peers.
 
-A rate counts bytes read and bytes written. Ids are random and their upload is part of the copy; the
-working set is many times the L2 cache. Every copied byte is compared before anything is timed.
+A rate counts bytes read and bytes written. The upload of the ids is part of every copy. Each
+contender's bytes are compared before anything is timed.
 """
 
 from __future__ import annotations
 
-import statistics
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from lmcache_kernels.chunk_layout import ChunkLayout
-from lmcache_kernels.copying import prepare_copy
-from lmcache_kernels.views import group_of
+from lmcache_kernels.copying import PreparedCopy, prepare_copy
 
-from .cases import CASES, Case
+from . import baselines
+from .results import OURS, Row, with_ratios
+from .timing import Contender, DeviceClock, HostClock, measure
+from .trials import trials
+from .workload import set_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+
+    from .options import Options
+    from .timing import Clock
+    from .trials import Trial
+    from .workload import Workload
 
 
-def run(
-    *, size_mb: int, rounds: int, max_programs: int | None, device: str = "cuda:0"
-) -> list[dict[str, Any]]:
-    """Measure every case in both directions; one row each, seconds as [p20, p50, p80]."""
+CEILING = "plain"
+
+
+def _plain_copy(work: Workload) -> Callable[[], None]:
+    prepared = prepare_copy(work.dst, work.src, max_programs=work.trial.max_programs)
+    return lambda: prepared.copy(work.dst_ids, work.src_ids)
+
+
+def _checksum_copy(work: Workload) -> Callable[[], None]:
+    prepared = PreparedCopy(
+        [[(work.dst, work.src)]],
+        chunk_side="dst" if work.gathers else "src",
+        max_programs=work.trial.max_programs,
+    )
+    chunks = len(work.ids) // work.blocks_per_chunk
+    sums = torch.zeros((chunks, work.dst.rows), dtype=torch.int64, device=work.device)
+
+    def copy() -> None:
+        sums.zero_()
+        prepared.copy(work.dst_ids, work.src_ids, sums=sums)
+
+    return copy
+
+
+OURS_BY_VARIANT: dict[str, Callable[[Workload], Callable[[], None]]] = {
+    "plain": _plain_copy,
+    "checksum": _checksum_copy,
+}
+"""The library's copies that a trial can name as its ``variant``: each gives what to time."""
+
+UNCHANGED = "ours_plain"
+"""Beside another variant the plain one is timed too, so that one row tells what it costs."""
+
+
+def run(options: Options, device: str = "cuda:0") -> list[Row]:
+    """Measure every trial of the registry, printing each as it is done."""
+    chosen = [trial for trial in trials(options.size_mb) if options.wants(trial.title)]
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        return run_trials(chosen, options.rounds, device, DeviceClock([device]))
+
+
+def run_on_host(chosen: Iterable[Trial], rounds: int) -> list[Row]:
+    """The same in host memory: for trying the benchmark out, not for figures."""
+    return run_trials(chosen, rounds, "cpu", HostClock())
+
+
+def run_trials(chosen: Iterable[Trial], rounds: int, device: str, clock: Clock) -> list[Row]:
     rows = []
-    for case in CASES:
-        for direction in ("gather", "scatter"):
-            rows.append(_measure(case, direction, size_mb << 20, rounds, max_programs, device))
-            print(_line(rows[-1]), flush=True)
+    for trial in chosen:
+        torch.manual_seed(7)
+        rows.append(_measure(set_up(trial, device), rounds, clock))
+        print(line(rows[-1]), flush=True)
+        for name, reason in rows[-1].absent.items():
+            print(f"    without {name}: {reason}", flush=True)
     return rows
 
 
-def _measure(
-    case: Case,
-    direction: str,
-    nbytes: int,
-    rounds: int,
-    max_programs: int | None,
-    device: str,
-) -> dict[str, Any]:
-    blocks = case.blocks_for(nbytes)
-    moved = blocks * case.block_bytes
-    caches = case.tensors(blocks, device)
-    group = group_of(caches, case.axes)
-    layout = ChunkLayout.of([group], blocks * case.block_tokens)
-    chunk = torch.randint(0, 256, (layout.nbytes,), dtype=torch.uint8, device=device)
-    other = torch.empty_like(chunk)
-    ((dense,),) = layout.planes_at(chunk.data_ptr(), device)
-    ids = torch.randperm(blocks, generator=torch.Generator().manual_seed(7)).tolist()
-    inside = range(blocks)
-    pair = (dense, group.planes[0]) if direction == "gather" else (group.planes[0], dense)
-    where = (inside, ids) if direction == "gather" else (ids, inside)
-    prepared = prepare_copy(*pair, max_programs=max_programs)
-
-    def copy() -> None:
-        prepared.copy(*where)
-
-    copy()
-    exact = _is_exact(case, caches, chunk, ids, layout)
-    times: dict[str, list[float]] = {"plain": [], "copy": []}
-    for _ in range(3):
-        other.copy_(chunk)
-        copy()
-    events = []
-    for _ in range(rounds):
-        events.append(("plain", *_timed(lambda: other.copy_(chunk))))
-        events.append(("copy", *_timed(copy)))
-    torch.cuda.current_stream().synchronize()
-    for name, start, end in events:
-        times[name].append(start.elapsed_time(end) / 1e3)
-    median = {name: statistics.median(values) for name, values in times.items()}
-    return {
-        "case": case.name,
-        "direction": direction,
-        "bytes": moved,
-        "run_bytes": case.run_bytes,
-        "max_programs": max_programs,
-        "bit_exact": exact,
-        "seconds": {name: quantiles(values) for name, values in times.items()},
-        "gb_s": 2 * moved / median["copy"] / 1e9,
-        "plain_gb_s": 2 * moved / median["plain"] / 1e9,
-        "of_plain": median["plain"] / median["copy"],
-    }
+def _measure(work: Workload, rounds: int, clock: Clock) -> Row:
+    trial = work.trial
+    ours = OURS_BY_VARIANT[trial.variant](work)
+    work.poison()
+    ours()
+    exact = work.is_exact()
+    others, absent = baselines.enter(
+        work, tuple(baselines.BASELINES) if trial.variant == "plain" else (CEILING,)
+    )
+    if trial.variant != "plain":
+        others.append(Contender(UNCHANGED, OURS_BY_VARIANT["plain"](work), work.moved))
+    contenders = [Contender(OURS, ours, work.moved), *others]
+    return with_ratios(
+        Row(
+            case=trial.case.name,
+            variant=trial.variant,
+            direction=trial.direction,
+            ids=trial.ids,
+            bytes=work.moved,
+            run_bytes=work.run_bytes,
+            max_programs=trial.max_programs,
+            bit_exact=exact,
+            traffic=2,
+            ceiling=CEILING,
+            seconds=measure(contenders, rounds, clock),
+            moved={c.name: c.moved for c in others if c.moved != work.moved},
+            absent=absent,
+        )
+    )
 
 
-def _is_exact(
-    case: Case, caches: list[torch.Tensor], chunk: torch.Tensor, ids: list[int], layout: ChunkLayout
-) -> bool:
-    """Does the chunk hold what torch's own indexing finds in the caches?"""
-    axes = case.axes.split()
-    where = torch.tensor(ids, device=chunk.device)
-    target = [axis for axis in ("kv", "block", "token", "head", "dim") if axis in axes]
-    offset = 0
-    for cache in caches:
-        picked = cache.index_select(axes.index("block"), where)
-        wanted = picked.permute([axes.index(axis) for axis in target]).reshape(-1)
-        size = wanted.numel() * wanted.element_size()
-        if not torch.equal(chunk[offset : offset + size].view(wanted.dtype), wanted):
-            return False
-        offset += size
-    return offset == layout.nbytes
-
-
-def _timed(action: Callable[[], Any]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    start = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
-    start.record()
-    action()
-    end.record()
-    return start, end
-
-
-def quantiles(values: list[float]) -> list[float]:
-    """[p20, p50, p80]."""
-    deciles = statistics.quantiles(values, n=10)
-    return [deciles[1], statistics.median(values), deciles[7]]
-
-
-def _line(row: dict[str, Any]) -> str:
+def line(row: Row) -> str:
+    """One row for the terminal."""
+    rivals = "  ".join(
+        f"{name} x{ratio:.2f}" for name, ratio in row.ratios.items() if name != row.ceiling
+    )
+    exact = "" if row.bit_exact else "  NOT BIT-EXACT"
     return (
-        f"{row['case']:34} {row['direction']:8} run {row['run_bytes']:6} B  "
-        f"{row['gb_s']:5.0f} GB/s  {row['of_plain']:.3f} of a plain copy  "
-        f"exact {row['bit_exact']}"
+        f"{row.title:58} run {row.run_bytes:6} B  {row.gb_s(OURS):5.0f} GB/s  "
+        f"{row.of_ceiling(OURS):.3f} of {row.ceiling}  faster than: {rivals or '-'}{exact}"
     )

@@ -7,18 +7,17 @@ import os
 import platform
 import subprocess
 import sys
-from typing import Any
 
 import torch
 import triton
 
 
-def describe() -> dict[str, Any]:
+def describe() -> dict[str, str]:
     """GPU, driver, library versions, commit, date and command of this run."""
-    found: dict[str, Any] = {
+    found = {
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "triton": triton.__version__,
         # A copy of the tree without its history can be told what it is a copy of.
         "commit": os.environ.get("BENCH_COMMIT") or _output("git", "rev-parse", "--short", "HEAD"),
@@ -26,7 +25,7 @@ def describe() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
-        found["cuda"] = torch.version.cuda
+        found["cuda"] = str(torch.version.cuda)
         found["driver"] = _output(
             "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
         )

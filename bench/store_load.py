@@ -7,7 +7,6 @@ machine. Every loaded byte is compared before anything is timed.
 from __future__ import annotations
 
 import secrets
-import statistics
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,34 +18,34 @@ from lmcache_kernels.adapters.server.spawn import spawn_server
 from lmcache_kernels.views import group_of
 
 from .cases import CASES, Case
-from .kernels import quantiles
+from .results import OURS, Row, with_ratios
+from .timing import spread_of
+from .trials import CHUNK_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lmcache_kernels.transfer.context import EngineDrivenContext
 
-CHUNK_TOKENS = 256
+    from .options import Options
+
 TIMEOUT = 120.0
 
 
-def run(
-    *, size_mb: int, rounds: int, max_programs: int | None, device: str = "cuda:0"
-) -> list[dict[str, Any]]:
-    """Measure every case; one row each, seconds as [p20, p50, p80]."""
+def run(options: Options, device: str = "cuda:0") -> list[Row]:
+    """Measure every case both ways, printing each as it is done."""
     rows = []
-    with spawn_server(size_gb=5 * size_mb / 1024, chunk_size=CHUNK_TOKENS) as server:
+    with spawn_server(size_gb=5 * options.size_mb / 1024, chunk_size=CHUNK_TOKENS) as server:
         for case in CASES:
-            rows.append(_measure(case, size_mb << 20, rounds, device, server.url, max_programs))
-            print(_line(rows[-1]), flush=True)
+            if options.wants(case.name):
+                rows += _measure(case, options, device, server.url)
+                print(_line(rows[-2]), _line(rows[-1]), sep="\n", flush=True)
     return rows
 
 
-def _measure(
-    case: Case, nbytes: int, rounds: int, device: str, url: str, max_programs: int | None
-) -> dict[str, Any]:
+def _measure(case: Case, options: Options, device: str, url: str) -> list[Row]:
     axes = case.axes.split()
-    blocks = case.blocks_for(nbytes, CHUNK_TOKENS // case.block_tokens)
+    blocks = case.blocks_for(options.size_mb << 20, CHUNK_TOKENS // case.block_tokens)
     chunks = blocks * case.block_tokens // CHUNK_TOKENS
     moved = blocks * case.block_bytes
     caches = case.tensors(2 * blocks + 1, device)
@@ -72,7 +71,7 @@ def _measure(
         [group_of(caches, case.axes)],
         chunk_tokens=CHUNK_TOKENS,
         timeout=TIMEOUT,
-        max_programs=max_programs,
+        max_programs=options.max_programs,
     ) as context:
         digests = store(context)
         load(context, digests)
@@ -84,27 +83,30 @@ def _measure(
             for c in caches
         )
         times: dict[str, list[float]] = {"store": [], "load": [], "link_out": [], "link_in": []}
-        for _ in range(rounds):
+        for _ in range(options.rounds):
             times["link_out"].append(_seconds(lambda: host.copy_(there)))
             times["store"].append(_seconds(lambda: store(context)))
             times["link_in"].append(_seconds(lambda: there.copy_(host)))
             times["load"].append(_seconds(partial(load, context, digests)))
             digests = store(context)
-    median = {name: statistics.median(values) for name, values in times.items()}
-    return {
-        "case": case.name,
-        "bytes": moved,
-        "chunks": chunks,
-        "max_programs": max_programs,
-        "bit_exact": exact,
-        "seconds": {name: quantiles(values) for name, values in times.items()},
-        "store_gb_s": moved / median["store"] / 1e9,
-        "load_gb_s": moved / median["load"] / 1e9,
-        "link_out_gb_s": moved / median["link_out"] / 1e9,
-        "link_in_gb_s": moved / median["link_in"] / 1e9,
-        "store_of_link": median["link_out"] / median["store"],
-        "load_of_link": median["link_in"] / median["load"],
-    }
+    return [
+        with_ratios(
+            Row(
+                case=case.name,
+                variant="plain",
+                direction=direction,
+                ids="random",
+                bytes=moved,
+                run_bytes=0,
+                max_programs=options.max_programs,
+                bit_exact=exact,
+                traffic=1,
+                ceiling="link",
+                seconds={OURS: spread_of(times[direction]), "link": spread_of(times[link])},
+            )
+        )
+        for direction, link in (("store", "link_out"), ("load", "link_in"))
+    ]
 
 
 def _seconds(action: Callable[[], Any]) -> float:
@@ -114,9 +116,8 @@ def _seconds(action: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: Row) -> str:
     return (
-        f"{row['case']:34} {row['bytes'] / 1e6:6.0f} MB  store {row['store_gb_s']:5.1f} GB/s "
-        f"({row['store_of_link']:.2f} of link)  load {row['load_gb_s']:5.1f} GB/s "
-        f"({row['load_of_link']:.2f} of link)  exact {row['bit_exact']}"
+        f"{row.title:48} {row.gb_s(OURS):5.1f} GB/s  {row.of_ceiling(OURS):.2f} of the link  "
+        f"exact {row.bit_exact}"
     )

@@ -1,0 +1,46 @@
+"""What else can move the same bytes. One module each, with ``prepare(work)``.
+
+``prepare`` returns what to time and how to check it, or raises :class:`NotApplicable` with the
+reason. A baseline that fails or leaves other bytes than it should is left out with that as reason.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from bench.timing import Contender
+
+from . import index_select, lmcache_ops, memcpy_batch, per_block, plain, vllm_swap
+from .base import Baseline, NotApplicable, ready
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from bench.workload import Workload
+
+__all__ = ["BASELINES", "Baseline", "NotApplicable", "enter", "ready"]
+
+BASELINES: dict[str, Callable[[Workload], Baseline]] = {
+    "plain": plain.prepare,
+    "index_select": index_select.prepare,
+    "per_block": per_block.prepare,
+    "memcpy_batch": memcpy_batch.prepare,
+    "lmcache": lmcache_ops.prepare,
+    "vllm_swap": vllm_swap.prepare,
+}
+
+
+def enter(work: Workload, names: Sequence[str]) -> tuple[list[Contender], dict[str, str]]:
+    """Of those named, who can do this work and did it right once; and why the others did not."""
+    found, absent = ready({name: partial(_checked, BASELINES[name], work) for name in names})
+    return [Contender(name, b.run, b.moved) for name, b in found.items()], absent
+
+
+def _checked(prepare: Callable[[Workload], Baseline], work: Workload) -> Baseline:
+    baseline = prepare(work)
+    baseline.poison()
+    baseline.run()
+    if not baseline.is_exact():
+        raise NotApplicable("its copy differs from what torch's indexing finds")
+    return baseline

@@ -1,0 +1,152 @@
+"""Results as one page that needs nothing else: plots, every figure in a table, the machine."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from .charts import COLOURS, Group, bar_chart, legend
+from .results import OURS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from .results import Document, Row
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c2024; --paper: #ffffff; --soft: #5c6570; --line: #d5dae0;
+  --b0: #0b62c4; --b1: #8a929c; --b2: #c2540a; --b3: #7a4fb5; --b4: #0f7d6c; --b5: #b3266b; --b6: #7d6608; --b7: #3f7fa6; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e8eaed; --paper: #15181c; --soft: #a3abb5; --line: #383e46;
+  --b0: #62a8ff; --b1: #8b939d; --b2: #f29150; --b3: #b795ee; --b4: #45bfa8; --b5: #f07fb2; --b6: #cdb23f; --b7: #8cc4e6; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+  max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.25rem; margin-top: 2.5rem; } h3 { font-size: 1rem; }
+p, dt { color: var(--soft); }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 0 1rem; }
+dd { margin: 0; overflow-wrap: anywhere; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
+caption { text-align: left; color: var(--soft); padding-bottom: .4rem; }
+th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th[scope=row], td.text { text-align: left; }
+.legend { list-style: none; display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; padding: 0; }
+.swatch { display: inline-block; width: .8rem; height: .8rem; margin-right: .4rem; }
+.bad { font-weight: 700; }
+svg { max-width: 100%; height: auto; } svg text { fill: var(--ink); font: 11px system-ui, sans-serif; }
+svg .tick, svg .value { fill: var(--soft); } svg .grid { stroke: var(--line); }
+""" + "\n".join(
+    f"svg .b{n} {{ fill: var(--b{n}); }} .swatch.b{n} {{ background: var(--b{n}); }}"
+    for n in range(COLOURS)
+)
+
+
+def render(documents: Sequence[Document]) -> str:
+    """The whole page; it refers to nothing outside itself."""
+    body = "\n".join(_section(document) for document in documents)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
+        f"<title>lmcache-kernels benchmarks</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f"<h1>lmcache-kernels benchmarks</h1>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _section(document: Document) -> str:
+    series = _series(document.rows)
+    kinds: dict[str, list[Row]] = {}
+    for row in document.rows:
+        extra = f", {row.variant}" if row.variant != "plain" else ""
+        kinds.setdefault(row.direction + extra, []).append(row)
+    charts = [_chart(rows, kind, series) for kind, rows in kinds.items()]
+    return "\n".join(
+        [
+            f"<section><h2>{escape(document.benchmark)}</h2>",
+            _machine(document),
+            legend(series),
+            *charts,
+            _times(document.rows),
+            _absent(document.rows),
+            "</section>",
+        ]
+    )
+
+
+def _series(rows: Iterable[Row]) -> list[str]:
+    """Ours first, so that it has the first colour, then in order of appearance."""
+    return list(dict.fromkeys([OURS, *(name for row in rows for name in row.seconds)]))
+
+
+def _machine(document: Document) -> str:
+    items = [
+        f"<dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd>"
+        for name, value in document.machine.items()
+    ]
+    return f"<dl>{''.join(items)}</dl>"
+
+
+def _chart(rows: Sequence[Row], kind: str, series: Sequence[str]) -> str:
+    if all(row.ceiling for row in rows):
+        title = f"{kind}: rate as a part of the ceiling's, {rows[0].ceiling.replace('_', ' ')}"
+        groups = [
+            Group(_label(r), tuple((n, r.of_ceiling(n)) for n in r.seconds if n != r.ceiling))
+            for r in rows
+        ]
+        limit, unit = 1.0, ""
+    else:
+        title = f"{kind}: microseconds a call, less is better"
+        groups = [
+            Group(_label(r), tuple((n, s.p50 * 1e6) for n, s in r.seconds.items())) for r in rows
+        ]
+        limit, unit = max(value for group in groups for _, value in group.bars), " us"
+    chart = bar_chart(title, groups, series, limit=limit, unit=unit)
+    return f'<h3>{escape(title)}</h3>\n<div class="scroll">{chart}</div>'
+
+
+def _label(row: Row) -> str:
+    return row.title.replace(f" {row.direction}", "", 1)
+
+
+def _times(rows: Sequence[Row]) -> str:
+    heads = "".join(
+        f'<th scope="col">{name}</th>'
+        for name in (
+            *("case", "run, B", "who", "MB", "p20, us", "p50, us", "p80, us"),
+            *("GB/s", "of ceiling", "ours is faster, times", "bit-exact"),
+        )
+    )
+    lines = "\n".join(_line(row, name) for row in rows for name in row.seconds)
+    return (
+        '<div class="scroll"><table><caption>Every figure. A rate of a copy within one memory counts '
+        f"bytes read and bytes written.</caption>\n<thead><tr>{heads}</tr></thead>\n"
+        f"<tbody>\n{lines}\n</tbody></table></div>"
+    )
+
+
+def _line(row: Row, name: str) -> str:
+    spread = row.seconds[name]
+    moved = row.moved.get(name, row.bytes)
+    cells = [
+        str(row.run_bytes or ""),
+        escape(name.replace("_", " ")),
+        f"{moved / 1e6:.1f}" if moved else "",
+        *(f"{seconds * 1e6:.1f}" for seconds in (spread.p20, spread.p50, spread.p80)),
+        f"{row.gb_s(name):.0f}" if moved else "",
+        f"{row.of_ceiling(name):.3f}" if row.ceiling else "",
+        f"{row.ratios[name]:.2f}" if name in row.ratios else "",
+        "" if name != OURS else "yes" if row.bit_exact else '<span class="bad">NO</span>',
+    ]
+    data = "".join(f"<td>{cell}</td>" for cell in cells)
+    return f'<tr><th scope="row">{escape(row.title)}</th>{data}</tr>'
+
+
+def _absent(rows: Sequence[Row]) -> str:
+    reasons: dict[tuple[str, str], int] = {}
+    for row in rows:
+        for item in row.absent.items():
+            reasons[item] = reasons.get(item, 0) + 1
+    items = "".join(
+        f"<li>{escape(name.replace('_', ' '))}: {escape(reason)} ({count} of {len(rows)} rows)</li>"
+        for (name, reason), count in reasons.items()
+    )
+    return f"<h3>Who did not take part</h3>\n<ul>{items}</ul>" if items else ""

@@ -1,0 +1,112 @@
+"""How time is taken: contenders in turn, caches cold, quantiles of many rounds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+WARM_UPS = 3
+COLD_BYTES_PER_L2_BYTE = 8
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something that is timed.
+
+    Attributes:
+        run: does it once; may return before the device has.
+        moved: payload of one run.
+        device: where its work ends, so whose stream is timed; "" if that goes without saying.
+    """
+
+    name: str
+    run: Callable[[], object]
+    moved: int
+    device: str = ""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Seconds."""
+
+    p20: float
+    p50: float
+    p80: float
+
+
+def spread_of(seconds: Sequence[float]) -> Spread:
+    """Of at least two values."""
+    deciles = statistics.quantiles(seconds, n=10, method="inclusive")
+    return Spread(deciles[1], statistics.median(seconds), deciles[7])
+
+
+class Clock(Protocol):
+    def seconds(self, contender: Contender) -> float:
+        """Run it once with cold caches; how long it took."""
+
+
+class HostClock:
+    """For work that is done when it returns."""
+
+    def seconds(self, contender: Contender) -> float:
+        start = time.perf_counter()
+        contender.run()
+        return time.perf_counter() - start
+
+
+class DeviceClock:
+    """Events on a stream of the device, whose L2 cache holds none of the data.
+
+    The cache is cleared by reading: written lines would still have to go out while the clock runs.
+    That reading is queued before the first event and takes longer than the host needs to launch a
+    copy, so launches cost time only where a contender makes the device wait for them.
+    """
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self._scratch = {device: _scratch(device) for device in devices}
+
+    def seconds(self, contender: Contender) -> float:
+        device = contender.device or next(iter(self._scratch))
+        for other in self._scratch:
+            if other != device:
+                self._clear(other)
+                torch.cuda.current_stream(other).synchronize()
+        self._clear(device)
+        stream = torch.cuda.current_stream(device)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record(stream)
+        contender.run()
+        end.record(stream)
+        end.synchronize()
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds / 1e3
+
+    def _clear(self, device: str) -> None:
+        with torch.cuda.device(device):
+            self._scratch[device].sum()
+
+
+def _scratch(device: str) -> torch.Tensor:
+    size = COLD_BYTES_PER_L2_BYTE * torch.cuda.get_device_properties(device).L2_cache_size
+    return torch.ones(size // 4, dtype=torch.float32, device=device)
+
+
+def measure(contenders: Sequence[Contender], rounds: int, clock: Clock) -> dict[str, Spread]:
+    """Time all contenders once in every round, each round starting with another one."""
+    for contender in contenders:
+        for _ in range(WARM_UPS):
+            contender.run()
+    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for turn in range(rounds):
+        first = turn % len(contenders)
+        for contender in [*contenders[first:], *contenders[:first]]:
+            times[contender.name].append(clock.seconds(contender))
+    return {name: spread_of(seconds) for name, seconds in times.items()}
