@@ -39,12 +39,14 @@ CALLS, CALLS_IN_FLIGHT, WARM_UPS = 2000, 16, 50
 COUNTS = (1, 16, 64, 512)
 CASE = Case(cases.LLAMA_70B_TP8, cases.KV_FIRST)
 
-KINDS: dict[str, Callable[[list[int]], Any]] = {
-    "list": list,
-    "numpy": lambda ids: np.array(ids, dtype=np.int64),
-    "range": lambda ids: range(len(ids)),
+KINDS: dict[str, tuple[Callable[[list[int]], Any], Callable[[int], Any]]] = {
+    "list, range": (list, range),
+    "list": (list, lambda count: list(range(count))),
+    "numpy": (partial(np.array, dtype=np.int64), partial(np.arange, dtype=np.int64)),
+    "range": (lambda ids: range(len(ids)), range),
 }
-"""How a caller may hold its ids."""
+"""How a caller may hold its ids, of the cache and of the chunks. Engines have lists of blocks; chunks
+are filled from the first block on."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,11 @@ class Part:
 
 PARTS = {
     "ids": Part("lmcache_kernels.copying", "pack_ids"),
-    "header": Part("lmcache_kernels.kernel_copy", "KernelCopy._header"),
-    "buffer": Part("lmcache_kernels.call_buffers", "CallBuffers.take"),
+    "buffer": Part("lmcache_kernels.call_ring", "CallRing.take"),
     "launch": Part("lmcache_kernels.kernel_copy", "launcher", made=True),
-    "event": Part("lmcache_kernels.call_buffers", "CallBuffers.put"),
 }
-"""What a call consists of: check and pack the ids; count tiles; find a pinned buffer; launch; mark
-the buffer as in use until then. The rest goes into moving ids into the buffer and into Python."""
+"""What a call consists of: check and pack the ids; find pinned memory for them; launch. The rest goes
+into moving ids there and into Python."""
 
 
 def run(options: Options, device: str = "cuda:0") -> list[Row]:
@@ -85,7 +85,8 @@ def measure_call(
     work: Workload, count: int, kind: str, calls: int, drain: Callable[[], object]
 ) -> Row:
     """One row: ``count`` ids held as ``kind``."""
-    src_ids, dst_ids = KINDS[kind](work.ids[:count]), KINDS[kind](list(range(count)))
+    of_cache, of_chunks = KINDS[kind]
+    src_ids, dst_ids = of_cache(work.ids[:count]), of_chunks(count)
     ids = [int(block) for block in src_ids]
     prepared = prepare_copy(work.dst, work.src)
     ours = partial(prepared.copy, dst_ids, src_ids)
@@ -121,7 +122,7 @@ def line(row: Row) -> str:
     """One row for the terminal."""
     times = "  ".join(f"{name} {s.p50 * 1e6:6.1f} us" for name, s in row.seconds.items())
     parts = ", ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in row.parts.items())
-    return f"{row.direction:8} as {row.ids:6} {times}" + (f"  ({parts})" if parts else "")
+    return f"{row.direction:8} as {row.ids:11} {times}" + (f"  ({parts})" if parts else "")
 
 
 def _others(

@@ -37,21 +37,20 @@ def _block_offset(ids, side):
 
 
 @triton.jit
-def _products(value, start, word, WORD_BYTES: tl.constexpr):
+def _products(value, start, byte, WORD_BYTES: tl.constexpr):
     """Per word, its product with the key of its place (see fingerprint).
 
-    ``value`` [runs, words]; ``start`` int64[runs], where each run starts in the payload, bytes;
-    ``word`` int32[words] in the run.
+    ``value`` [runs, words]; ``start`` int64[runs], where runs begin in the payload; ``byte``
+    int32[words], where words begin in a run; both in bytes.
     """
     if WORD_BYTES == 4:
-        # The multiplication is spread over the sum, so that a word costs an addition.
-        run = (start >> 2).to(tl.uint64) * _MULTIPLIER
-        key = run[:, None] + (word.to(tl.uint64) * _MULTIPLIER)[None, :]
+        place = (start >> 2).to(tl.uint32)[:, None] + (byte >> 2).to(tl.uint32)[None, :]
         value = value.to(tl.uint64)
     else:
-        position = start[:, None] + word[None, :] * WORD_BYTES
-        key = (position >> 2).to(tl.uint64) * _MULTIPLIER
+        position = start[:, None] + byte[None, :]
+        place = (position >> 2).to(tl.uint32)
         value = value.to(tl.uint64) << ((position & 3) * 8).to(tl.uint64)
+    key = place.to(tl.uint64) * _MULTIPLIER
     return value * ((key ^ (key >> _SHIFT)) | 1)
 
 
@@ -153,7 +152,7 @@ def block_copy_kernel(
             # A chunk's payload is one outer step of its side.
             outer, start = (dst_outer, dst_inner) if FINGERPRINT == 1 else (src_outer, src_inner)
             start = start * UNIT + tl.load(rows + row * _ROW_WORDS + 2)
-            products = _products(value, start, word, WORD_BYTES)
+            products = _products(value, start, word * WORD_BYTES, WORD_BYTES)
             target = sums + outer.to(tl.int64) * tl.load(leg + 15) + row
             if BLOCKS == 1:
                 total = tl.sum(products).to(tl.int64, bitcast=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from .errors import LayoutError
+from .fingerprint import MAX_PAYLOAD
 from .plane import Plane, access_unit, check_compatible, coalesce
 
 if TYPE_CHECKING:
@@ -71,6 +72,12 @@ class CopyPlan:
             for chunk in chunks:
                 _check_dense(chunk)
             start = min(min(chunk.bases) for chunk in chunks)
+            end = max(max(chunk.bases) + chunk.split * chunk.block_bytes for chunk in chunks)
+            if end - start > MAX_PAYLOAD:
+                raise LayoutError(
+                    f"chunk side: expected a payload of at most {MAX_PAYLOAD} bytes, "
+                    f"got {end - start}"
+                )
         legs = []
         for index, group in enumerate(groups):
             for pair in group:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 KEY_MULTIPLIER = 0x9E3779B97F4A7C15
 KEY_SHIFT = 32
+MAX_PAYLOAD = 1 << 34
+"""Bytes: the number of a word has 32 bits."""
+
 _MODULUS = 1 << 64
 
 _PIECE_WORDS = 1 << 16

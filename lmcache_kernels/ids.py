@@ -18,6 +18,9 @@ ABSENT = -1
 IdBuffer: TypeAlias = memoryview
 """Ids as dense 32-bit integers."""
 
+_COUNTING = np.arange(1 << 14, dtype=np.int32).data
+"""0, 1, 2, ...: ranges are parts of it."""
+
 MANY = 64
 """Ids from which on numpy's fixed cost pays. Host of an H200, Python 3.12, 30 November 2026."""
 
@@ -43,24 +46,31 @@ def pack_ids(
     if isinstance(ids, range):
         if ids and not lowest <= min(ids[0], ids[-1]) <= max(ids[0], ids[-1]) < end:
             raise _out_of_range(ids, lowest, end, name)
+        if ids.step == 1 and 0 <= ids.start <= ids.stop <= len(_COUNTING):
+            return _COUNTING[ids.start : ids.stop]
         return np.arange(ids.start, ids.stop, ids.step, dtype=np.int32).data
     if isinstance(ids, np.ndarray):
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise LayoutError(
                 f"{name}: expected one axis of integers, got {ids.dtype} of shape {ids.shape}"
             )
-        if ids.size and not lowest <= int(ids.min()) <= int(ids.max()) < end:
-            raise _out_of_range(ids, lowest, end, name)
-        packed = ids.astype(np.int32).data
-    else:
-        ids = ids if isinstance(ids, (list, tuple)) else list(ids)
-        packed = _narrow(ids, name)
-        low, high = _bounds(packed)
-        if low < lowest or high >= end:
-            raise _out_of_range(ids, lowest, end, name)
-    if destination and not _all_differ(packed):
-        _refuse_repeats(packed, name)
-    return packed
+        if len(ids) >= MANY:
+            if not lowest <= int(ids.min()) <= int(ids.max()) < end:
+                raise _out_of_range(ids, lowest, end, name)
+            return _unless_repeated(ids.astype(np.int32).data, destination, name)
+        ids = ids.tolist()
+    elif not isinstance(ids, (list, tuple)):
+        ids = list(ids)
+    try:
+        packed = memoryview(array("i", ids))
+        within = not ids or (lowest <= min(ids) and max(ids) < end)
+    except TypeError as error:
+        raise LayoutError(f"{name}: expected integers: {error}") from error
+    except OverflowError:
+        within = False
+    if not within:
+        raise _out_of_range(ids, lowest, end, name)
+    return _unless_repeated(packed, destination, name)
 
 
 def check_pairing(dst_ids: IdBuffer, src_ids: IdBuffer) -> None:
@@ -72,32 +82,16 @@ def check_pairing(dst_ids: IdBuffer, src_ids: IdBuffer) -> None:
         )
 
 
-def _narrow(ids: list[int] | tuple[int, ...], name: str) -> IdBuffer:
-    try:
-        return memoryview(array("i", ids))
-    except TypeError as error:
-        raise LayoutError(f"{name}: expected integers: {error}") from error
-    except OverflowError as error:
-        raise LayoutError(f"{name}: expected ids of 31 bits: {error}") from error
-
-
-def _bounds(packed: IdBuffer) -> tuple[int, int]:
-    if not packed:
-        return 0, 0
+def _unless_repeated(packed: IdBuffer, destination: bool, name: str) -> IdBuffer:
+    if not destination:
+        return packed
     if len(packed) < MANY:
-        return min(packed), max(packed)
-    view = np.frombuffer(packed, dtype=np.int32)
-    return int(view.min()), int(view.max())
-
-
-def _all_differ(packed: IdBuffer) -> bool:
-    if len(packed) < MANY:
-        return len(set(packed)) == len(packed)
-    ordered = np.sort(np.frombuffer(packed, dtype=np.int32))
-    return not (ordered[1:] == ordered[:-1]).any()
-
-
-def _refuse_repeats(packed: IdBuffer, name: str) -> None:
+        differ = len(set(packed)) == len(packed)
+    else:
+        ordered = np.sort(np.frombuffer(packed, dtype=np.int32))
+        differ = not (ordered[1:] == ordered[:-1]).any()
+    if differ:
+        return packed
     seen: set[int] = set()
     for position, block in enumerate(packed):
         if block in seen and block != ABSENT:
@@ -106,6 +100,7 @@ def _refuse_repeats(packed: IdBuffer, name: str) -> None:
                 "the bytes written last would win and which those are is undefined"
             )
         seen.add(block)
+    return packed
 
 
 def _out_of_range(ids: Iterable[int], lowest: int, end: int, name: str) -> LayoutError:
