@@ -1,13 +1,15 @@
-"""Pinned host memory from which kernels read the ids of a copy.
+"""Pinned host memory through which kernels get the ids of a copy.
 
-A kernel reads the few words across the bus itself: an upload by the copy engine would cost the host
-as much as a launch, and would queue behind whatever bulk copy that engine is at.
+The programs of a small copy read their few words across the bus: an upload would cost the host as
+much as a launch, and would queue behind whatever bulk copy the copy engine is at. For a large copy
+that would be many reads, so its words are uploaded.
 """
 
 from __future__ import annotations
 
 import threading
 
+import numpy as np
 import torch
 
 WORDS = 1 << 14
@@ -17,21 +19,23 @@ WORDS = 1 << 14
 class CallRing:
     """Words for the copies queued on one stream, used again when the kernels have read them.
 
-    Hold ``lock`` from :meth:`take` until the launch that reads the words is queued. The ring has two halves. When a half is full, an event is queued behind its last reader, and the
-    other half is free once its own event has passed; else, or where a copy has more words than half
-    the ring, a larger ring takes over. So the hot path allocates nothing and waits for nothing.
+    Hold ``lock`` from :meth:`take` until the launch that reads the words is queued. The ring has
+    two halves. When a half is full, an event is queued behind its last reader, and the other half
+    is free once its own event has passed; else, or where a copy has more words than half the ring,
+    a larger ring takes over. So the hot path allocates nothing and waits for nothing.
     """
 
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
         self.lock = threading.Lock()
         self._stream = stream
         self._retired: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self._open(WORDS)
 
     def _open(self, words: int) -> None:
-        self.tensor = torch.empty(words, dtype=torch.int32, pin_memory=self._stream is not None)
-        self.view = self.tensor.numpy().data
-        self.address = self.tensor.data_ptr()
+        self._pinned = torch.empty(words, dtype=torch.int32, pin_memory=True)
+        self._uploaded = torch.empty(words, dtype=torch.int32, device=self._stream.device)
+        self.view = self._pinned.numpy().view(np.uint32).data
+        self.address = self._pinned.data_ptr()
         self._half = words // 2
         self._next = 0
         self._end = self._half
@@ -46,17 +50,19 @@ class CallRing:
         self._next = start + (words + 3 & ~3)
         return start
 
+    def upload(self, start: int, words: int) -> int:
+        """Queue a copy of words to the device; returns where they are there."""
+        there = self._uploaded[start : start + words]
+        there.copy_(self._pinned[start : start + words], non_blocking=True)
+        return there.data_ptr()
+
     def _turn(self, words: int) -> int:
-        if self._stream is None:  # what runs on the host has read its words when it returns
-            if words > self._half:
-                self._open(1 << (2 * words).bit_length())
-            self._end = self._half
-            return 0
         event = torch.cuda.Event()
         event.record(self._stream)
         if words > self._half or not (self._read is None or self._read.query()):
             self._retired = [old for old in self._retired if not old[1].query()]
-            self._retired.append((self.tensor, event))
+            self._retired.append((self._pinned, event))
+            self._uploaded.record_stream(self._stream)
             self._open(max(len(self.view), 1 << (2 * words - 1).bit_length()))
             return 0
         self._read = event

@@ -6,11 +6,11 @@ Layout work (compatibility, coalescing, access width, tables, compiling) happens
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .copy_plan import CopyPlan
 from .errors import LayoutError
-from .ids import ABSENT, check_pairing, pack_ids
+from .ids import pack_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -111,15 +111,7 @@ class PreparedCopy:
                 raise LayoutError(f"{name}: expected >= 1, got {bound}")
         self.plan = CopyPlan.of(groups, chunk_side)
         self.device = _device_that_copies(self.plan, run_on)
-        sides = [
-            (self.plan.planes(g, "dst"), self.plan.planes(g, "src")) for g in range(len(groups))
-        ]
-        self._num_blocks = [
-            (min(p.num_blocks for p in dst), min(p.num_blocks for p in src)) for dst, src in sides
-        ]
-        self._same_place = [
-            any(to.bases == origin.bases for to in dst for origin in src) for dst, src in sides
-        ]
+        self._limits = [_Limits.of(self.plan, group) for group in range(len(groups))]
         self._executor = _executor(self.plan, self.device, max_programs, max_launch_bytes)
 
     def copy(
@@ -150,24 +142,27 @@ class PreparedCopy:
             LayoutError: an id out of range, a destination named twice, lists of other lengths, or
                 ``sums`` that do not fit; nothing was written.
         """
-        if len(ids) != len(self._num_blocks):
-            raise LayoutError(f"ids: expected {len(self._num_blocks)} groups, got {len(ids)}")
+        if len(ids) != len(self._limits):
+            raise LayoutError(f"ids: expected {len(self._limits)} groups, got {len(ids)}")
         packed = []
-        for (dst_ids, src_ids), (dst_blocks, src_blocks), same_place in zip(
-            ids, self._num_blocks, self._same_place, strict=True
+        for (dst_ids, src_ids), (dst_blocks, src_blocks, same_place) in zip(
+            ids, self._limits, strict=True
         ):
-            to = pack_ids(dst_ids, dst_blocks, name="dst_ids", destination=True)
-            origin = pack_ids(src_ids, src_blocks, name="src_ids")
-            check_pairing(to, origin)
+            to = pack_ids(dst_ids, dst_blocks, "dst_ids", True)
+            origin = pack_ids(src_ids, src_blocks, "src_ids", False)
+            if len(to) != len(origin):
+                raise LayoutError(
+                    f"ids: expected as many destination as source blocks, "
+                    f"got {len(to)} and {len(origin)}"
+                )
             if same_place:
                 _check_apart(to, origin)
             packed.append((to, origin))
-        self._check_sums(sums)
+        if sums is not None or self.plan.chunk_side is not None:
+            self._check_sums(sums)
         self._executor.copy(packed, sums)
 
     def _check_sums(self, sums: torch.Tensor | None) -> None:
-        if sums is None and self.plan.chunk_side is None:
-            return
         if sums is None or self.plan.chunk_side is None:
             raise LayoutError("sums: expected exactly where the copy has a chunk side")
         import torch
@@ -187,8 +182,25 @@ class PreparedCopy:
             )
 
 
+class _Limits(NamedTuple):
+    """What the ids of one group may be."""
+
+    dst_blocks: int
+    src_blocks: int
+    same_place: bool
+
+    @classmethod
+    def of(cls, plan: CopyPlan, group: int) -> _Limits:
+        dst, src = plan.planes(group, "dst"), plan.planes(group, "src")
+        return cls(
+            min(plane.num_blocks for plane in dst),
+            min(plane.num_blocks for plane in src),
+            any(to.bases == origin.bases for to in dst for origin in src),
+        )
+
+
 def _check_apart(dst_ids: IdBuffer, src_ids: IdBuffer) -> None:
-    both = set(dst_ids).intersection(src_ids) - {ABSENT}
+    both = set(dst_ids).intersection(src_ids)
     if both:
         raise LayoutError(
             f"blocks {sorted(both)[:8]} are read and written by one copy of one plane"

@@ -22,7 +22,11 @@ def enable_peer_access(device: str, other: str) -> None:
     """
     import torch
 
-    if not torch.cuda.can_device_access_peer(torch.device(device), torch.device(other)):
-        raise LayoutError(f"{device} cannot reach the memory of {other}; stage it in host memory")
+    indices = [torch.device(name).index for name in (device, other)]
+    if max(indices) >= torch.cuda.device_count() or not torch.cuda.can_device_access_peer(*indices):
+        raise LayoutError(
+            f"planes lie on different devices: {device} cannot reach the memory of {other}; "
+            "stage one of them in host memory"
+        )
     # torch enables access when it first copies between two devices, and remembers that it did.
     torch.empty(1, device=other).copy_(torch.empty(1, device=device))

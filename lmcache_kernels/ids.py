@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import operator
 from array import array
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from .errors import LayoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
 
 ABSENT = -1
 """As a destination: the block that goes with it is left out. May stand in a list many times."""
 
 IdBuffer: TypeAlias = memoryview
-"""Ids as dense 32-bit integers."""
+"""Ids as dense 32-bit integers; :data:`ABSENT` has all bits set."""
 
-_COUNTING = np.arange(1 << 14, dtype=np.int32).data
-"""0, 1, 2, ...: ranges are parts of it."""
+_COUNTING = np.arange(1 << 14, dtype=np.uint32).data
+"""0, 1, 2, ...: most ranges are parts of it."""
 
 MANY = 64
 """Ids from which on numpy's fixed cost pays. Host of an H200, Python 3.12, 30 November 2026."""
 
 
-def pack_ids(
-    ids: Iterable[int], num_blocks: int, *, name: str, destination: bool = False
-) -> IdBuffer:
+def pack_ids(ids: Iterable[int], num_blocks: int, name: str, destination: bool) -> IdBuffer:
     """Check the block ids of one side of a copy and make them 32-bit.
 
     Args:
@@ -41,66 +42,65 @@ def pack_ids(
         LayoutError: something that is no integer, an id below 0 or not below ``num_blocks``, or a
             repeat where none may be.
     """
-    lowest = ABSENT if destination else 0
-    end = min(num_blocks, 1 << 31)
-    if isinstance(ids, range):
-        if ids and not lowest <= min(ids[0], ids[-1]) <= max(ids[0], ids[-1]) < end:
-            raise _out_of_range(ids, lowest, end, name)
-        if ids.step == 1 and 0 <= ids.start <= ids.stop <= len(_COUNTING):
+    if type(ids) is range:
+        if ids.step == 1 and 0 <= ids.start <= ids.stop <= min(num_blocks, len(_COUNTING)):
             return _COUNTING[ids.start : ids.stop]
-        return np.arange(ids.start, ids.stop, ids.step, dtype=np.int32).data
-    if isinstance(ids, np.ndarray):
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise LayoutError(
-                f"{name}: expected one axis of integers, got {ids.dtype} of shape {ids.shape}"
-            )
+    elif type(ids) is np.ndarray:
         if len(ids) >= MANY:
-            if not lowest <= int(ids.min()) <= int(ids.max()) < end:
-                raise _out_of_range(ids, lowest, end, name)
-            return _unless_repeated(ids.astype(np.int32).data, destination, name)
+            return _pack_array(ids, num_blocks, name, destination)
         ids = ids.tolist()
-    elif not isinstance(ids, (list, tuple)):
+    elif type(ids) is not list:
         ids = list(ids)
     try:
-        packed = memoryview(array("i", ids))
-        within = not ids or (lowest <= min(ids) and max(ids) < end)
+        packed = memoryview(array("I", ids))
+    except (TypeError, OverflowError):
+        # Not all are integers of 32 bits without a sign; perhaps some destinations are absent.
+        return _pack_array(_as_array(ids, name), num_blocks, name, destination)
+    if len(packed) >= MANY:
+        return _pack_array(np.frombuffer(packed, dtype=np.uint32), num_blocks, name, destination)
+    if packed and max(ids) >= num_blocks:
+        raise _out_of_range(ids, 0, num_blocks, name)
+    if destination and len(set(ids)) != len(packed):
+        raise _repeated(list(ids), name)
+    return packed
+
+
+def _as_array(ids: Iterable[int], name: str) -> NDArray[np.int64]:
+    try:
+        return np.fromiter(map(operator.index, ids), dtype=np.int64)
     except TypeError as error:
         raise LayoutError(f"{name}: expected integers: {error}") from error
-    except OverflowError:
-        within = False
-    if not within:
-        raise _out_of_range(ids, lowest, end, name)
-    return _unless_repeated(packed, destination, name)
+    except OverflowError as error:
+        raise LayoutError(f"{name}: expected ids of 32 bits: {error}") from error
 
 
-def check_pairing(dst_ids: IdBuffer, src_ids: IdBuffer) -> None:
-    """Raise LayoutError unless every destination block has exactly one source block."""
-    if len(dst_ids) != len(src_ids):
+def _pack_array(
+    ids: NDArray[np.integer[Any]], num_blocks: int, name: str, destination: bool
+) -> IdBuffer:
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise LayoutError(
-            f"ids: expected as many destination as source blocks, "
-            f"got {len(dst_ids)} and {len(src_ids)}"
+            f"{name}: expected one axis of integers, got {ids.dtype} of shape {ids.shape}"
         )
+    lowest = ABSENT if destination else 0
+    if ids.size and not lowest <= int(ids.min()) <= int(ids.max()) < num_blocks:
+        raise _out_of_range(ids.tolist(), lowest, num_blocks, name)
+    if destination:
+        ordered = np.sort(ids)
+        if ((ordered[1:] == ordered[:-1]) & (ordered[1:] != ABSENT)).any():
+            raise _repeated(ids.tolist(), name)
+    return ids.astype(np.int32).view(np.uint32).data
 
 
-def _unless_repeated(packed: IdBuffer, destination: bool, name: str) -> IdBuffer:
-    if not destination:
-        return packed
-    if len(packed) < MANY:
-        differ = len(set(packed)) == len(packed)
-    else:
-        ordered = np.sort(np.frombuffer(packed, dtype=np.int32))
-        differ = not (ordered[1:] == ordered[:-1]).any()
-    if differ:
-        return packed
+def _repeated(ids: Sequence[int], name: str) -> LayoutError:
     seen: set[int] = set()
-    for position, block in enumerate(packed):
-        if block in seen and block != ABSENT:
-            raise LayoutError(
-                f"{name}[{position}]: block {block} named twice; "
-                "the bytes written last would win and which those are is undefined"
-            )
-        seen.add(block)
-    return packed
+    position = 0
+    while ids[position] not in seen or ids[position] == ABSENT:
+        seen.add(ids[position])
+        position += 1
+    return LayoutError(
+        f"{name}[{position}]: block {ids[position]} named twice; "
+        "the bytes written last would win and which those are is undefined"
+    )
 
 
 def _out_of_range(ids: Iterable[int], lowest: int, end: int, name: str) -> LayoutError:

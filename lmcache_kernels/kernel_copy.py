@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import sys
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from .call_ring import CallRing, ring_of
+from .call_ring import ring_of
 from .copy_config import choose_config
 from .copy_tables import CALL_WORDS, NO_TILE, leg_table, row_table
 from .launching import launcher
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from .call_ring import CallRing
     from .copy_plan import CopyPlan
     from .ids import IdBuffer
 
+UPLOAD_TILES = 1 << 13
+"""Tiles above which the words of a copy are uploaded, since every tile would read them across the bus.
+H200, driver 580.159, 30 November 2026."""
+
 _FINGERPRINT = {None: 0, "dst": 1, "src": 2}
+
+# What torch.cuda's own functions call, without their checks: a microsecond each, twice a copy.
+_device_now: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
+_stream_now: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
 
 
 class KernelCopy:
@@ -39,14 +49,17 @@ class KernelCopy:
         self._unit = plan.unit
         # One tile shape for all legs; the one that moves most per block decides.
         most = max((leg.dst for leg in plan.legs), key=lambda plane: plane.rows * plane.block_bytes)
-        self._config = choose_config(most, plan.unit, max_programs)
+        self._config = choose_config(
+            most, plan.unit, max_programs, fingerprint=plan.chunk_side is not None
+        )
         self._tiles_per_launch = max(1, max_launch_bytes // self._config.tile_bytes(plan.unit))
         self._slots = 1 << (len(plan.legs) - 1).bit_length()
         self._counts: list[int] = []
-        self._header: tuple[memoryview, int] = memoryview(b""), 0
+        self._header: tuple[memoryview, int, int] = memoryview(b""), 0, 0
         self._device = torch.device(device)
-        self._on_gpu = self._device.type == "cuda"
-        self._host_ring = CallRing(None)
+        self._index = self._device.index
+        self._stream = -1
+        self._ring: CallRing
         self._streams: set[int] = set()
         pairs = [(leg.dst, leg.src) for leg in plan.legs]
         places = [place for leg in plan.legs for place in leg.places]
@@ -63,47 +76,45 @@ class KernelCopy:
         )
 
     def copy(self, ids: Sequence[tuple[IdBuffer, IdBuffer]], sums: torch.Tensor | None) -> None:
-        if not self._on_gpu:
-            self._queue(self._host_ring, 0, ids, sums)
-            return
-        index = self._device.index
-        if torch._C._cuda_getDevice() != index:
-            with torch.cuda.device(index):
-                self.copy(ids, sums)
-            return
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        self._streams.add(stream)
-        self._queue(ring_of(index, stream), stream, ids, sums)
-
-    def _queue(
-        self,
-        ring: CallRing,
-        stream: int,
-        ids: Sequence[tuple[IdBuffer, IdBuffer]],
-        sums: torch.Tensor | None,
-    ) -> None:
         counts = [len(to) for to, _ in ids]
         if counts != self._counts:
             self._header, self._counts = self._header_of(counts), counts
-        header, tiles = self._header
+        header, words, tiles = self._header
         if not tiles:
             return
+        index = self._index
+        if index is None:
+            call = torch.empty(words, dtype=torch.int32)
+            _write(call.numpy().view(np.uint32).data, 0, header, ids)
+            self._queue(call, 0, tiles, sums)
+            return
+        if _device_now() != index:
+            with torch.cuda.device(index):
+                self.copy(ids, sums)
+            return
+        stream = _stream_now(index)
+        if stream != self._stream:
+            self._stream, self._ring = stream, ring_of(index, stream)
+            self._streams.add(stream)
+        ring = self._ring
         with ring.lock:
-            at = ring.take(len(header) + 2 * sum(counts))
-            view = ring.view
-            end = at + len(header)
-            view[at:end] = header
-            for to, origin in ids:
-                middle = end + len(to)
-                view[end:middle] = to
-                end = middle + len(to)
-                view[middle:end] = origin
-            for first in range(0, tiles, self._tiles_per_launch):
-                last = min(tiles, first + self._tiles_per_launch)
-                self._launch(ring, at, stream, first, last, sums)
+            at = ring.take(words)
+            _write(ring.view, at, header, ids)
+            if tiles > UPLOAD_TILES:
+                self._queue(ring.upload(at, words), stream, tiles, sums)
+            else:
+                self._queue(ring.address + 4 * at, stream, tiles, sums)
 
-    def _header_of(self, counts: list[int]) -> tuple[memoryview, int]:
-        """The call's words in front of the ids, and the tiles of all legs."""
+    def _queue(self, call: Any, stream: int, tiles: int, sums: torch.Tensor | None) -> None:
+        step = self._tiles_per_launch
+        if tiles <= step:
+            self._launch(call, stream, 0, tiles, sums)
+            return
+        for first in range(0, tiles, step):
+            self._launch(call, stream, first, min(tiles, first + step), sums)
+
+    def _header_of(self, counts: list[int]) -> tuple[memoryview, int, int]:
+        """The call's words in front of the ids; the words of all; the tiles of all legs."""
         starts, at = [], self._slots * CALL_WORDS
         for count in counts:
             starts.append(at)
@@ -115,7 +126,7 @@ class KernelCopy:
             words += (tiles, count, starts[leg.group], 0)
             tiles += self._config.tiles(leg.dst, count, self._unit)
         words += [NO_TILE, 0, 0, 0] * (self._slots - len(self._legs))
-        return memoryview(array("i", words)), tiles
+        return memoryview(array("I", words)), at, tiles
 
     def __del__(self) -> None:
         if sys.is_finalizing():
@@ -124,6 +135,18 @@ class KernelCopy:
         for stream in getattr(self, "_streams", ()):
             for table in self._tables:
                 table.record_stream(torch.cuda.ExternalStream(stream, self._device))
+
+
+def _write(
+    view: memoryview, at: int, header: memoryview, ids: Sequence[tuple[IdBuffer, IdBuffer]]
+) -> None:
+    end = at + len(header)
+    view[at:end] = header
+    for to, origin in ids:
+        middle = end + len(to)
+        view[end:middle] = to
+        end = middle + len(origin)
+        view[middle:end] = origin
 
 
 def _table(words: list[int], device: torch.device) -> torch.Tensor:

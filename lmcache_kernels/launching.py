@@ -14,21 +14,17 @@ import torch
 from .copy_kernel import WORDS, block_copy_kernel
 
 if TYPE_CHECKING:
-    from .call_ring import CallRing
     from .copy_config import CopyConfig
 
 
 class Launch(Protocol):
-    """Queue tiles ``first`` to ``end`` of the call that stands at word ``at`` of a ring."""
+    """Queue tiles ``first`` to ``end`` of the copy whose ``call`` words stand at an address.
+
+    The interpreter takes a tensor instead of an address, and ignores the stream.
+    """
 
     def __call__(
-        self,
-        ring: CallRing,
-        at: int,
-        stream: int,
-        first: int,
-        end: int,
-        sums: torch.Tensor | None,
+        self, call: Any, stream: int, first: int, end: int, sums: torch.Tensor | None
     ) -> None: ...
 
 
@@ -67,11 +63,9 @@ def launcher(
 def _interpreted(
     legs: torch.Tensor, rows: torch.Tensor, constants: dict[str, Any], config: CopyConfig
 ) -> Launch:
-    def launch(
-        ring: CallRing, at: int, stream: int, first: int, end: int, sums: torch.Tensor | None
-    ) -> None:
+    def launch(call: Any, stream: int, first: int, end: int, sums: torch.Tensor | None) -> None:
         block_copy_kernel[(min(end - first, config.programs),)](
-            ring.tensor[at:], legs, rows, legs if sums is None else sums, first, end, **constants
+            call, legs, rows, legs if sums is None else sums, first, end, **constants
         )
 
     return launch
@@ -85,9 +79,7 @@ def _compiled(
     legs_at, rows_at = legs.data_ptr(), rows.data_ptr()
     programs, values = config.programs, tuple(constants.values())
 
-    def launch(
-        ring: CallRing, at: int, stream: int, first: int, end: int, sums: torch.Tensor | None
-    ) -> None:
+    def launch(call: Any, stream: int, first: int, end: int, sums: torch.Tensor | None) -> None:
         # Pointers as numbers, and no hooks: what Triton would look up anew for every launch.
         run(
             min(end - first, programs),
@@ -99,7 +91,7 @@ def _compiled(
             None,
             None,
             None,
-            ring.address + 4 * at,
+            call,
             legs_at,
             rows_at,
             0 if sums is None else sums.data_ptr(),

@@ -24,6 +24,9 @@ from .errors import LayoutError
 MAX_UNIT = 16
 """Widest single memory access in bytes (one 128-bit load on every NVIDIA GPU since Kepler)."""
 
+MAX_BLOCKS = (1 << 31) - 1
+"""Block ids have 31 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plane:
@@ -62,6 +65,10 @@ class Plane:
         for name in ("num_blocks", "block_tokens", "num_heads", "width", "split"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"plane.{name}: expected >= 1, got {getattr(self, name)}")
+        if self.num_blocks > MAX_BLOCKS:
+            raise LayoutError(
+                f"plane.num_blocks: expected at most {MAX_BLOCKS}, got {self.num_blocks}"
+            )
         if self.num_blocks % self.split:
             raise LayoutError(
                 f"plane.split: expected a divisor of {self.num_blocks} blocks, got {self.split}"

@@ -106,7 +106,7 @@ def check_block_ids(
             raise LayoutError(
                 f"block_ids[{index}]: {chunks} chunks need {needed} blocks, got {len(ids)}"
             )
-        pack_ids(ids[:needed], group.num_blocks, name=f"block_ids[{index}]", destination=loading)
+        pack_ids(ids[:needed], group.num_blocks, f"block_ids[{index}]", loading)
 
 
 def pair_blocks(
