@@ -1,15 +1,9 @@
-"""Pinned host memory through which kernels get the ids of a copy.
-
-The programs of a small copy read their few words across the bus: an upload would cost the host as
-much as a launch, and would queue behind whatever bulk copy the copy engine is at. For a large copy
-that would be many reads, so its words are uploaded.
-"""
+"""Memory through which kernels get the ids of a copy: pinned on the host, uploaded to the device."""
 
 from __future__ import annotations
 
 import threading
 
-import numpy as np
 import torch
 
 WORDS = 1 << 14
@@ -22,47 +16,52 @@ class CallRing:
     Hold ``lock`` from :meth:`take` until the launch that reads the words is queued. The ring has
     two halves. When a half is full, an event is queued behind its last reader, and the other half
     is free once its own event has passed; else, or where a copy has more words than half the ring,
-    a larger ring takes over. So the hot path allocates nothing and waits for nothing.
+    a larger ring takes over. So a copy allocates nothing and waits for nothing.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.lock = threading.Lock()
         self._stream = stream
-        self._retired: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        self._uploads = torch.cuda.Stream(stream.device)
+        self._uploaded = torch.cuda.Event()
+        self._retired: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]] = []
         self._open(WORDS)
 
     def _open(self, words: int) -> None:
-        self._pinned = torch.empty(words, dtype=torch.int32, pin_memory=True)
-        self._uploaded = torch.empty(words, dtype=torch.int32, device=self._stream.device)
-        self.view = self._pinned.numpy().view(np.uint32).data
-        self.address = self._pinned.data_ptr()
+        self._host = torch.empty(words, dtype=torch.int32, pin_memory=True)
+        self._device = torch.empty(words, dtype=torch.int32, device=self._stream.device)
+        self.view = self._host.numpy().data
         self._half = words // 2
         self._next = 0
         self._end = self._half
         self._read: torch.cuda.Event | None = None  # behind the readers of the half not in use
 
     def take(self, words: int) -> int:
-        """Where the next ``words`` words may be written."""
+        """Where in ``view`` the next ``words`` words may be written."""
         start = self._next
         if start + words > self._end:
             start = self._turn(words)
-        # Whole groups of four words, so that a call begins on 16 bytes.
-        self._next = start + (words + 3 & ~3)
+        self._next = start + words
         return start
 
     def upload(self, start: int, words: int) -> int:
-        """Queue a copy of words to the device; returns where they are there."""
-        there = self._uploaded[start : start + words]
-        there.copy_(self._pinned[start : start + words], non_blocking=True)
+        """Where these words are on the device for what is queued on the ring's stream from now on.
+
+        They travel on a stream of their own, so that they are there when a busy device gets so far.
+        """
+        there = self._device[start : start + words]
+        with torch.cuda.stream(self._uploads):
+            there.copy_(self._host[start : start + words], non_blocking=True)
+        self._uploaded.record(self._uploads)
+        self._stream.wait_event(self._uploaded)
         return there.data_ptr()
 
     def _turn(self, words: int) -> int:
         event = torch.cuda.Event()
         event.record(self._stream)
         if words > self._half or not (self._read is None or self._read.query()):
-            self._retired = [old for old in self._retired if not old[1].query()]
-            self._retired.append((self._pinned, event))
-            self._uploaded.record_stream(self._stream)
+            self._retired = [old for old in self._retired if not old[-1].query()]
+            self._retired.append((self._host, self._device, event))
             self._open(max(len(self.view), 1 << (2 * words - 1).bit_length()))
             return 0
         self._read = event

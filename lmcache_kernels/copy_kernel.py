@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .copy_tables import CALL_WORDS, LEG_WORDS, ROW_WORDS
+from .copy_tables import CALL_WORDS, INLINE_IDS, LEG_WORDS, ROW_WORDS
 from .fingerprint import KEY_MULTIPLIER, KEY_SHIFT
 
 WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint32, 16: tl.uint32}
@@ -54,9 +54,25 @@ def _products(value, start, byte, WORD_BYTES: tl.constexpr):
     return value * ((key ^ (key >> _SHIFT)) | 1)
 
 
+@triton.jit
+def _pick(index, v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12, v13, v14, v15):
+    """The ``index``-th of 16 values: an array of arguments, which Triton does not have."""
+    low = tl.where(index < 2, tl.where(index == 0, v0, v1), tl.where(index == 2, v2, v3))
+    high = tl.where(index < 6, tl.where(index == 4, v4, v5), tl.where(index == 6, v6, v7))
+    first = tl.where(index < 4, low, high)
+    low = tl.where(index < 10, tl.where(index == 8, v8, v9), tl.where(index == 10, v10, v11))
+    high = tl.where(index < 14, tl.where(index == 12, v12, v13), tl.where(index == 14, v14, v15))
+    return tl.where(index < 8, first, tl.where(index < 12, low, high))
+
+
+_RUNTIME = ["first_tile", "end_tile", "num_inline"]
+_RUNTIME += [f"{side}{i}" for side in ("to", "from") for i in range(INLINE_IDS)]
+
+
 # Sizes and strides lie in tables, so one binary serves every layout of a unit and a tile shape.
+# fmt: off
 @triton.jit(
-    do_not_specialize=["first_tile", "end_tile"],
+    do_not_specialize=_RUNTIME,
     do_not_specialize_on_alignment=["call", "legs", "rows", "sums"],
 )
 def block_copy_kernel(
@@ -66,6 +82,11 @@ def block_copy_kernel(
     sums,
     first_tile: tl.int32,
     end_tile: tl.int32,
+    num_inline: tl.int32,
+    to0, to1, to2, to3, to4, to5, to6, to7,
+    to8, to9, to10, to11, to12, to13, to14, to15,
+    from0, from1, from2, from3, from4, from5, from6, from7,
+    from8, from9, from10, from11, from12, from13, from14, from15,
     WORD: tl.constexpr,
     WORD_BYTES: tl.constexpr,
     UNIT: tl.constexpr,
@@ -75,12 +96,14 @@ def block_copy_kernel(
     HEADS: tl.constexpr,
     UNITS: tl.constexpr,
     FINGERPRINT: tl.constexpr,
+    INLINE: tl.constexpr,
 ):
     """``dst[row, dst_ids[i], t, h, :] = src[row, src_ids[i], t, h, :]`` for every leg
 
     grid = (programs,), each program takes every ``programs``-th tile of
     (leg, row, BLOCKS ids, TOKENS tokens, HEADS heads, UNITS units). ``call`` int32, of this copy;
-    ``legs`` and ``rows`` int64, of the planes: see copy_tables. Strides are in units of UNIT bytes.
+    ``legs`` and ``rows`` int64, of the planes: see copy_tables. INLINE: there is one leg, and its
+    ids are the arguments ``to*`` and ``from*`` instead. Strides are in units of UNIT bytes.
     Nothing is written for a destination id below 0. FINGERPRINT 0: none; 1, 2: the destination's or
     source's planes are chunks, whose parts of a fingerprint ``sums`` int64[chunks, rows] gains.
     """
@@ -93,10 +116,15 @@ def block_copy_kernel(
         else:
             starts = tl.load(call + tl.arange(0, LEGS) * _CALL_WORDS)
             which = tl.sum((starts <= tile).to(tl.int32), axis=0) - 1
-        head_of_call = call + which * _CALL_WORDS
         leg = legs + which * _LEG_WORDS
-        num_ids = tl.load(head_of_call + 1)
-        ids = call + tl.load(head_of_call + 2)
+        if INLINE:
+            num_ids = num_inline
+            rest = tile
+        else:
+            header = call + which * _CALL_WORDS
+            num_ids = tl.load(header + 1)
+            ids = call + tl.load(header + 2)
+            rest = tile - tl.load(header)
         num_tokens = tl.load(leg + 2).to(tl.int32)
         num_heads = tl.load(leg + 3).to(tl.int32)
         run_units = tl.load(leg + 4).to(tl.int32)
@@ -105,7 +133,6 @@ def block_copy_kernel(
         head_tiles = tl.cdiv(num_heads, HEADS)
         token_tiles = tl.cdiv(num_tokens, TOKENS)
         id_tiles = tl.cdiv(num_ids, BLOCKS)
-        rest = tile - tl.load(head_of_call)
         unit_tile = rest % unit_tiles
         rest = rest // unit_tiles
         head_tile = rest % head_tiles
@@ -122,13 +149,24 @@ def block_copy_kernel(
         head = head_tile * HEADS + run % HEADS
         inside = (token < num_tokens) & (head < num_heads)
         if BLOCKS == 1:
-            dst_id = tl.load(ids + id_tile)
-            src_id = tl.load(ids + num_ids + id_tile)
+            index = id_tile
+            present = True
         else:
             index = id_tile * BLOCKS + run // (HEADS * TOKENS)
-            inside = inside & (index < num_ids)
-            dst_id = tl.load(ids + index, mask=inside, other=-1)
-            src_id = tl.load(ids + num_ids + index, mask=inside, other=0)
+            present = index < num_ids
+            inside = inside & present
+        if INLINE:
+            dst_id = _pick(
+                index, to0, to1, to2, to3, to4, to5, to6, to7,
+                to8, to9, to10, to11, to12, to13, to14, to15,
+            )
+            src_id = _pick(
+                index, from0, from1, from2, from3, from4, from5, from6, from7,
+                from8, from9, from10, from11, from12, from13, from14, from15,
+            )
+        else:
+            dst_id = tl.load(ids + index, mask=present, other=-1)
+            src_id = tl.load(ids + num_ids + index, mask=present, other=0)
         written = tl.where(dst_id >= 0, inside, False)
         dst_outer, dst_jump, dst_inner = _block_offset(tl.maximum(dst_id, 0), leg + 5)
         src_outer, src_jump, src_inner = _block_offset(src_id, leg + 10)
@@ -160,3 +198,4 @@ def block_copy_kernel(
             else:
                 totals = tl.sum(products, axis=1).to(tl.int64, bitcast=True)
                 tl.atomic_add(target, totals, mask=inside, sem="relaxed")
+# fmt: on

@@ -26,6 +26,9 @@ LEG_WORDS = 16
 ROW_WORDS = 3
 CALL_WORDS = 4
 
+INLINE_IDS = 16
+"""Ids of a side that fit in the arguments of a launch: the blocks of 16 tokens of a usual chunk."""
+
 NO_TILE = (1 << 31) - 1
 """First tile of a leg that is not there."""
 

@@ -85,7 +85,7 @@ class Executor(Protocol):
 class PreparedCopy:
     """Groups of plane pairs made ready for :meth:`copy`; each group has its own block ids.
 
-    Keep the tensors behind the planes alive. Safe for threads where the destinations differ.
+    Keep the tensors behind the planes alive. Use one from one thread at a time.
 
     Args:
         groups: per group of block ids, (destination, source) planes.

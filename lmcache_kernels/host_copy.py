@@ -32,7 +32,7 @@ class HostCopy:
     def copy(self, ids: Sequence[tuple[IdBuffer, IdBuffer]], sums: torch.Tensor | None) -> None:
         row = 0
         for leg in self._plan.legs:
-            dst_ids, src_ids = (side.cast("B").cast("i").tolist() for side in ids[leg.group])
+            dst_ids, src_ids = (side.tolist() for side in ids[leg.group])
             _copy_leg(leg, dst_ids, src_ids, self._plan.unit)
             if sums is not None:
                 if self._plan.chunk_side == "dst":

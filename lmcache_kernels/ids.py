@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from array import array
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,9 +18,9 @@ ABSENT = -1
 """As a destination: the block that goes with it is left out. May stand in a list many times."""
 
 IdBuffer: TypeAlias = memoryview
-"""Ids as dense 32-bit integers; :data:`ABSENT` has all bits set."""
+"""Ids as dense 32-bit integers."""
 
-_COUNTING = np.arange(1 << 14, dtype=np.uint32).data
+_COUNTING = np.arange(1 << 14, dtype=np.int32).data
 """0, 1, 2, ...: most ranges are parts of it."""
 
 MANY = 64
@@ -52,26 +51,19 @@ def pack_ids(ids: Iterable[int], num_blocks: int, name: str, destination: bool) 
     elif type(ids) is not list:
         ids = list(ids)
     try:
-        packed = memoryview(array("I", ids))
-    except (TypeError, OverflowError):
-        # Not all are integers of 32 bits without a sign; perhaps some destinations are absent.
-        return _pack_array(_as_array(ids, name), num_blocks, name, destination)
-    if len(packed) >= MANY:
-        return _pack_array(np.frombuffer(packed, dtype=np.uint32), num_blocks, name, destination)
-    if packed and max(ids) >= num_blocks:
-        raise _out_of_range(ids, 0, num_blocks, name)
-    if destination and len(set(ids)) != len(packed):
-        raise _repeated(list(ids), name)
-    return packed
-
-
-def _as_array(ids: Iterable[int], name: str) -> NDArray[np.int64]:
-    try:
-        return np.fromiter(map(operator.index, ids), dtype=np.int64)
+        packed = memoryview(array("i", ids))
     except TypeError as error:
         raise LayoutError(f"{name}: expected integers: {error}") from error
     except OverflowError as error:
-        raise LayoutError(f"{name}: expected ids of 32 bits: {error}") from error
+        raise LayoutError(f"{name}: expected ids below {num_blocks}: {error}") from error
+    if len(packed) >= MANY:
+        return _pack_array(np.frombuffer(packed, dtype=np.int32), num_blocks, name, destination)
+    lowest = ABSENT if destination else 0
+    if packed and (min(ids) < lowest or max(ids) >= num_blocks):
+        raise _out_of_range(ids, lowest, num_blocks, name)
+    if destination and len(set(ids)) != len(packed) and _repeats(ids):
+        raise _repeated(list(ids), name)
+    return packed
 
 
 def _pack_array(
@@ -88,7 +80,12 @@ def _pack_array(
         ordered = np.sort(ids)
         if ((ordered[1:] == ordered[:-1]) & (ordered[1:] != ABSENT)).any():
             raise _repeated(ids.tolist(), name)
-    return ids.astype(np.int32).view(np.uint32).data
+    return ids.astype(np.int32).data
+
+
+def _repeats(ids: Iterable[int]) -> bool:
+    present = [block for block in ids if block != ABSENT]
+    return len(set(present)) != len(present)
 
 
 def _repeated(ids: Sequence[int], name: str) -> LayoutError:

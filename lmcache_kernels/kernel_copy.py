@@ -6,25 +6,21 @@ import sys
 from array import array
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from .call_ring import ring_of
 from .copy_config import choose_config
-from .copy_tables import CALL_WORDS, NO_TILE, leg_table, row_table
-from .launching import launcher
+from .copy_tables import CALL_WORDS, INLINE_IDS, NO_TILE, leg_table, row_table
+from .launching import NOT_INLINE, launcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .call_ring import CallRing
     from .copy_plan import CopyPlan
     from .ids import IdBuffer
+    from .launching import Launch
 
-UPLOAD_TILES = 1 << 13
-"""Tiles above which the words of a copy are uploaded, since every tile would read them across the bus.
-H200, driver 580.159, 30 November 2026."""
-
+_PADDING = [(0,) * (INLINE_IDS - count) for count in range(INLINE_IDS + 1)]
 _FINGERPRINT = {None: 0, "dst": 1, "src": 2}
 
 # What torch.cuda's own functions call, without their checks: a microsecond each, twice a copy.
@@ -59,7 +55,6 @@ class KernelCopy:
         self._device = torch.device(device)
         self._index = self._device.index
         self._stream = -1
-        self._ring: CallRing
         self._streams: set[int] = set()
         pairs = [(leg.dst, leg.src) for leg in plan.legs]
         places = [place for leg in plan.legs for place in leg.places]
@@ -67,51 +62,65 @@ class KernelCopy:
             _table(leg_table(pairs, plan.unit), self._device),
             _table(row_table(pairs, places), self._device),
         )
-        self._launch = launcher(
-            *self._tables,
-            leg_slots=self._slots,
-            unit=plan.unit,
-            config=self._config,
-            fingerprint=_FINGERPRINT[plan.chunk_side],
+        self._launch, self._launch_inline = (
+            launcher(
+                *self._tables,
+                leg_slots=self._slots,
+                unit=plan.unit,
+                config=self._config,
+                fingerprint=_FINGERPRINT[plan.chunk_side],
+                inline=inline,
+            )
+            for inline in (False, len(plan.legs) == 1)
         )
+        self._most_inline = INLINE_IDS if len(plan.legs) == 1 else 0
 
     def copy(self, ids: Sequence[tuple[IdBuffer, IdBuffer]], sums: torch.Tensor | None) -> None:
+        index = self._index
+        if index is not None and _device_now() != index:
+            with torch.cuda.device(index):
+                self.copy(ids, sums)
+            return
+        stream = 0 if index is None else _stream_now(index)
+        if stream != self._stream:
+            self._streams.add(stream)
+            self._stream = stream
         counts = [len(to) for to, _ in ids]
         if counts != self._counts:
             self._header, self._counts = self._header_of(counts), counts
         header, words, tiles = self._header
         if not tiles:
             return
-        index = self._index
-        if index is None:
+        if counts[0] <= self._most_inline:
+            padding = _PADDING[counts[0]]
+            to, origin = ids[0]
+            inline = (counts[0], *to, *padding, *origin, *padding)
+            self._queue(self._launch_inline, 0, inline, tiles, sums)
+        elif index is None:
             call = torch.empty(words, dtype=torch.int32)
-            _write(call.numpy().view(np.uint32).data, 0, header, ids)
-            self._queue(call, 0, tiles, sums)
-            return
-        if _device_now() != index:
-            with torch.cuda.device(index):
-                self.copy(ids, sums)
-            return
-        stream = _stream_now(index)
-        if stream != self._stream:
-            self._stream, self._ring = stream, ring_of(index, stream)
-            self._streams.add(stream)
-        ring = self._ring
-        with ring.lock:
-            at = ring.take(words)
-            _write(ring.view, at, header, ids)
-            if tiles > UPLOAD_TILES:
-                self._queue(ring.upload(at, words), stream, tiles, sums)
-            else:
-                self._queue(ring.address + 4 * at, stream, tiles, sums)
+            _write(call.numpy().data, 0, header, ids)
+            self._queue(self._launch, call, NOT_INLINE, tiles, sums)
+        else:
+            ring = ring_of(index, stream)
+            with ring.lock:
+                at = ring.take(words)
+                _write(ring.view, at, header, ids)
+                self._queue(self._launch, ring.upload(at, words), NOT_INLINE, tiles, sums)
 
-    def _queue(self, call: Any, stream: int, tiles: int, sums: torch.Tensor | None) -> None:
+    def _queue(
+        self,
+        launch: Launch,
+        call: Any,
+        inline: tuple[int, ...],
+        tiles: int,
+        sums: torch.Tensor | None,
+    ) -> None:
         step = self._tiles_per_launch
         if tiles <= step:
-            self._launch(call, stream, 0, tiles, sums)
+            launch(call, inline, self._stream, 0, tiles, sums)
             return
         for first in range(0, tiles, step):
-            self._launch(call, stream, first, min(tiles, first + step), sums)
+            launch(call, inline, self._stream, first, min(tiles, first + step), sums)
 
     def _header_of(self, counts: list[int]) -> tuple[memoryview, int, int]:
         """The call's words in front of the ids; the words of all; the tiles of all legs."""
@@ -126,13 +135,13 @@ class KernelCopy:
             words += (tiles, count, starts[leg.group], 0)
             tiles += self._config.tiles(leg.dst, count, self._unit)
         words += [NO_TILE, 0, 0, 0] * (self._slots - len(self._legs))
-        return memoryview(array("I", words)), at, tiles
+        return memoryview(array("i", words)), at, tiles
 
     def __del__(self) -> None:
-        if sys.is_finalizing():
+        if sys.is_finalizing() or getattr(self, "_index", None) is None:
             return
         # Kernels that are still queued read the tables.
-        for stream in getattr(self, "_streams", ()):
+        for stream in self._streams:
             for table in self._tables:
                 table.record_stream(torch.cuda.ExternalStream(stream, self._device))
 

@@ -12,20 +12,31 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from .copy_kernel import WORDS, block_copy_kernel
+from .copy_tables import INLINE_IDS
 
 if TYPE_CHECKING:
     from .copy_config import CopyConfig
 
 
 class Launch(Protocol):
-    """Queue tiles ``first`` to ``end`` of the copy whose ``call`` words stand at an address.
+    """Queue tiles ``first`` to ``end`` of a copy.
 
-    The interpreter takes a tensor instead of an address, and ignores the stream.
+    Its ids are ``inline``, the number of pairs and then INLINE_IDS destinations and sources, or else
+    stand at the address ``call``. The interpreter takes a tensor for that, and ignores the stream.
     """
 
     def __call__(
-        self, call: Any, stream: int, first: int, end: int, sums: torch.Tensor | None
+        self,
+        call: Any,
+        inline: tuple[int, ...],
+        stream: int,
+        first: int,
+        end: int,
+        sums: torch.Tensor | None,
     ) -> None: ...
+
+
+NOT_INLINE = (0,) * (1 + 2 * INLINE_IDS)
 
 
 def launcher(
@@ -36,6 +47,7 @@ def launcher(
     unit: int,
     config: CopyConfig,
     fingerprint: int,
+    inline: bool,
 ) -> Launch:
     """The kernel made ready for two tables, which the caller keeps alive; compiles it if need be.
 
@@ -44,6 +56,7 @@ def launcher(
         leg_slots: legs, rounded up to a power of two.
         unit: bytes of one access.
         fingerprint: 0 none, 1 of the destination's chunks, 2 of the source's.
+        inline: whether ids come as arguments.
     """
     constants = {
         "WORD": WORDS[unit],
@@ -55,6 +68,7 @@ def launcher(
         "HEADS": config.heads,
         "UNITS": config.units,
         "FINGERPRINT": fingerprint,
+        "INLINE": inline,
     }
     make = _compiled if legs.is_cuda else _interpreted
     return make(legs, rows, constants, config)
@@ -63,9 +77,23 @@ def launcher(
 def _interpreted(
     legs: torch.Tensor, rows: torch.Tensor, constants: dict[str, Any], config: CopyConfig
 ) -> Launch:
-    def launch(call: Any, stream: int, first: int, end: int, sums: torch.Tensor | None) -> None:
+    def launch(
+        call: Any,
+        inline: tuple[int, ...],
+        stream: int,
+        first: int,
+        end: int,
+        sums: torch.Tensor | None,
+    ) -> None:
         block_copy_kernel[(min(end - first, config.programs),)](
-            call, legs, rows, legs if sums is None else sums, first, end, **constants
+            legs if isinstance(call, int) else call,
+            legs,
+            rows,
+            legs if sums is None else sums,
+            first,
+            end,
+            *inline,
+            **constants,
         )
 
     return launch
@@ -79,7 +107,14 @@ def _compiled(
     legs_at, rows_at = legs.data_ptr(), rows.data_ptr()
     programs, values = config.programs, tuple(constants.values())
 
-    def launch(call: Any, stream: int, first: int, end: int, sums: torch.Tensor | None) -> None:
+    def launch(
+        call: Any,
+        inline: tuple[int, ...],
+        stream: int,
+        first: int,
+        end: int,
+        sums: torch.Tensor | None,
+    ) -> None:
         # Pointers as numbers, and no hooks: what Triton would look up anew for every launch.
         run(
             min(end - first, programs),
@@ -97,6 +132,7 @@ def _compiled(
             0 if sums is None else sums.data_ptr(),
             first,
             end,
+            *inline,
             *values,
         )
 
@@ -114,6 +150,7 @@ def _kernel(device: int, num_warps: int, constants: tuple[tuple[str, Any], ...])
             torch.int64,
             0,
             1,
+            *NOT_INLINE,
             grid=(1,),
             num_warps=num_warps,
             **dict(constants),
