@@ -73,7 +73,7 @@ class KernelCopy:
             )
             for inline in (False, len(plan.legs) == 1)
         )
-        self._most_inline = INLINE_IDS if len(plan.legs) == 1 else 0
+        self._most_inline = INLINE_IDS if len(plan.legs) == 1 else -1
 
     def copy(self, ids: Sequence[tuple[IdBuffer, IdBuffer]], sums: torch.Tensor | None) -> None:
         index = self._index
