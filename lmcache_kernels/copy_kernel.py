@@ -142,9 +142,11 @@ def block_copy_kernel(
         id_tile = rest % id_tiles
         row = tl.load(leg) + rest // id_tiles
 
-        # Without the hint a base loaded from a table gives scalar accesses.
-        dst_base = tl.multiple_of(tl.load(rows + row * _ROW_WORDS), UNIT)
-        src_base = tl.multiple_of(tl.load(rows + row * _ROW_WORDS + 1), UNIT)
+        # Without the hint, and on the pointer, a base from a table gives scalar accesses.
+        dst_base = tl.load(rows + row * _ROW_WORDS).to(tl.pointer_type(WORD))
+        src_base = tl.load(rows + row * _ROW_WORDS + 1).to(tl.pointer_type(WORD))
+        dst_base = tl.multiple_of(dst_base, UNIT)
+        src_base = tl.multiple_of(src_base, UNIT)
         token = token_tile * TOKENS + run // HEADS % TOKENS
         head = head_tile * HEADS + run % HEADS
         inside = (token < num_tokens) & (head < num_heads)
@@ -179,8 +181,8 @@ def block_copy_kernel(
         fits = (word < run_units * LANES)[None, :]
         dst_run = (dst_jump + dst_inner) * LANES
         src_run = (src_jump + src_inner) * LANES
-        dst_ptr = dst_base.to(tl.pointer_type(WORD)) + dst_run[:, None] + word[None, :]
-        src_ptr = src_base.to(tl.pointer_type(WORD)) + src_run[:, None] + word[None, :]
+        dst_ptr = dst_base + dst_run[:, None] + word[None, :]
+        src_ptr = src_base + src_run[:, None] + word[None, :]
         # A source chunk is read whole for its fingerprint, also where nothing is written.
         read = inside if FINGERPRINT == 2 else written
         value = tl.load(src_ptr, mask=read[:, None] & fits, other=0)

@@ -11,7 +11,7 @@ import torch
 from .call_ring import ring_of
 from .copy_config import choose_config
 from .copy_tables import CALL_WORDS, INLINE_IDS, NO_TILE, leg_table, row_table
-from .launching import NOT_INLINE, launcher
+from .launching import NOT_INLINE, constants_of, launcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,6 +43,7 @@ class KernelCopy:
     ) -> None:
         self._legs = plan.legs
         self._unit = plan.unit
+        self._chunk_side = plan.chunk_side
         # One tile shape for all legs; the one that moves most per block decides.
         most = max((leg.dst for leg in plan.legs), key=lambda plane: plane.rows * plane.block_bytes)
         self._config = choose_config(
@@ -63,17 +64,20 @@ class KernelCopy:
             _table(row_table(pairs, places), self._device),
         )
         self._launch, self._launch_inline = (
-            launcher(
-                *self._tables,
-                leg_slots=self._slots,
-                unit=plan.unit,
-                config=self._config,
-                fingerprint=_FINGERPRINT[plan.chunk_side],
-                inline=inline,
-            )
+            launcher(*self._tables, self.constants(inline), self._config)
             for inline in (False, len(plan.legs) == 1)
         )
         self._most_inline = INLINE_IDS if len(plan.legs) == 1 else -1
+
+    def constants(self, inline: bool) -> dict[str, Any]:
+        """What the kernel of this copy is compiled for."""
+        return constants_of(
+            leg_slots=self._slots,
+            unit=self._unit,
+            config=self._config,
+            fingerprint=_FINGERPRINT[self._chunk_side],
+            inline=inline,
+        )
 
     def copy(self, ids: Sequence[tuple[IdBuffer, IdBuffer]], sums: torch.Tensor | None) -> None:
         index = self._index

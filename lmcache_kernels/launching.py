@@ -39,26 +39,18 @@ class Launch(Protocol):
 NOT_INLINE = (0,) * (1 + 2 * INLINE_IDS)
 
 
-def launcher(
-    legs: torch.Tensor,
-    rows: torch.Tensor,
-    *,
-    leg_slots: int,
-    unit: int,
-    config: CopyConfig,
-    fingerprint: int,
-    inline: bool,
-) -> Launch:
-    """The kernel made ready for two tables, which the caller keeps alive; compiles it if need be.
+def constants_of(
+    *, leg_slots: int, unit: int, config: CopyConfig, fingerprint: int, inline: bool
+) -> dict[str, Any]:
+    """What a binary is compiled for. No stride and no size is among it.
 
     Args:
-        legs, rows: int64, see copy_tables; on the device that runs the copy.
         leg_slots: legs, rounded up to a power of two.
         unit: bytes of one access.
         fingerprint: 0 none, 1 of the destination's chunks, 2 of the source's.
         inline: whether ids come as arguments.
     """
-    constants = {
+    return {
         "WORD": WORDS[unit],
         "WORD_BYTES": min(unit, 4),
         "UNIT": unit,
@@ -70,6 +62,19 @@ def launcher(
         "FINGERPRINT": fingerprint,
         "INLINE": inline,
     }
+
+
+def launcher(
+    legs: torch.Tensor, rows: torch.Tensor, constants: dict[str, Any], config: CopyConfig
+) -> Launch:
+    """The kernel made ready for two tables; compiles it if need be.
+
+    Args:
+        legs, rows: int64, see copy_tables; on the device that runs the copy. The caller keeps them
+            alive.
+        constants: see :func:`constants_of`.
+        config: number of warps and of programs.
+    """
     make = _compiled if legs.is_cuda else _interpreted
     return make(legs, rows, constants, config)
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .messages import Registered
-    from .moves import Pairs
 
 logger = logging.getLogger(__name__)
 
@@ -98,27 +97,26 @@ class Attachment:
                 )
             previous_end = offset + span
 
-    def move(self, offset: int, pairs: Pairs) -> ChunkMove:
+    def move(self, offset: int, blocks: tuple[tuple[int, ...], ...]) -> ChunkMove:
         """The slot's payload and the blocks it goes with."""
         address = self._arena.address + offset + HEADER_BYTES
         cuts = self._pinned.cuts(address, self._payload_bytes) if self._pinned is not None else ()
-        return ChunkMove(address, pairs, cuts)
+        return ChunkMove(address, blocks, cuts)
 
     def erase_header(self, offset: int) -> None:
         """Before a slot is written: whoever finds it half-written must not take it for a chunk."""
         self._arena.view(offset, HEADER_BYTES)[:] = bytes(HEADER_BYTES)
 
-    def write_header(self, offset: int, digest: bytes) -> None:
-        header = pack_header(self._shard, digest, self._payload_bytes)
+    def write_header(self, offset: int, digest: bytes, fingerprint: int) -> None:
+        header = pack_header(self._shard, digest, self._payload_bytes, fingerprint)
         self._arena.view(offset, HEADER_BYTES)[:] = header
 
-    def is_chunk(self, offset: int, digest: bytes) -> bool:
-        """Does the slot hold the chunk it is said to hold? A reason is logged when it does not."""
+    def fingerprint_of(self, offset: int, digest: bytes) -> int | None:
+        """Of the chunk that the slot is said to hold; None, and a reason in the log, if it does not."""
         try:
-            read_header(
+            return read_header(
                 self._arena.view(offset, HEADER_BYTES), self._shard, digest, self._payload_bytes
             )
         except (RemoteProtocolError, LayoutError) as error:
             logger.warning("chunk %s at offset %d is damaged: %s", digest.hex()[:16], offset, error)
-            return False
-        return True
+            return None

@@ -27,7 +27,7 @@ from .messages import (
     PrepareStore,
     StoreSlots,
 )
-from .moves import check_block_ids, pair_blocks
+from .moves import blocks_of, check_block_ids
 from .registration import Registration
 from .store_transfer import StoreTransfer
 
@@ -195,17 +195,17 @@ class EngineDrivenContext:
         moves = []
         for index, offset in zip(indices, slots.offsets, strict=True):
             arena.erase_header(offset)
-            moves.append(arena.move(offset, pair_blocks(block_ids, self.layout, index)))
+            moves.append(arena.move(offset, blocks_of(block_ids, self.layout, index)))
         if not transfer.begin():
             raise Closed("the store was stopped before it read the cache")
-        read, written = self._mover.gather(moves, after)
-        transfer.launched(read)
-        if not written.wait(DEVICE_TIMEOUT):
+        moved = self._mover.gather(moves, after)
+        transfer.launched(moved.cache_free)
+        if not moved.done.wait(DEVICE_TIMEOUT):
             raise TransferFailed(f"the device did not finish a gather in {DEVICE_TIMEOUT} s")
         if not transfer.wanted:
             raise Closed("the blocks were reused while the store read them")
-        for index, offset in zip(indices, slots.offsets, strict=True):
-            arena.write_header(offset, digests[index])
+        for index, offset, found in zip(indices, slots.offsets, moved.fingerprints(), strict=True):
+            arena.write_header(offset, digests[index], found)
         self._server.ask(CommitStore(instance=self._instance, ticket=slots.ticket), Done)
         return len(indices)
 
@@ -281,22 +281,31 @@ class EngineDrivenContext:
             damaged: list[int] = []
             try:
                 arena.check_slots(slots.offsets)
-                moves = []
+                moves, expected = [], []
                 for index, (offset, digest) in enumerate(zip(slots.offsets, digests, strict=False)):
-                    if not arena.is_chunk(offset, digest):
+                    stored = arena.fingerprint_of(offset, digest)
+                    if stored is None:
                         damaged.append(index)
                         break
-                    pairs = pair_blocks(block_ids, self.layout, index, skip_tokens)
-                    moves.append(arena.move(offset, pairs))
-                written = self._mover.scatter(moves, after)
-                while not written.wait(DEVICE_TIMEOUT):
+                    blocks = blocks_of(block_ids, self.layout, index, skip_tokens)
+                    moves.append(arena.move(offset, blocks))
+                    expected.append(stored)
+                moved = self._mover.scatter(moves, after)
+                while not moved.done.wait(DEVICE_TIMEOUT):
                     # The one wait without an end: whoever was told that the load is over would give
                     # its blocks to others while the device may still write into them.
                     logger.error("the device has not finished a scatter in %s s", DEVICE_TIMEOUT)
-                # Whoever reuses a slot erases its header first. One that still stands shows that we
-                # held the slot all along, also if the server had given us up meanwhile.
-                for index, offset in enumerate(slots.offsets[: len(moves)]):
-                    if not arena.is_chunk(offset, digests[index]):
+                for index, (want, got) in enumerate(
+                    zip(expected, moved.fingerprints(), strict=True)
+                ):
+                    if want != got:
+                        logger.warning(
+                            "chunk %s is damaged: fingerprint %016x, stored as %016x",
+                            digests[index].hex()[:16],
+                            got,
+                            want,
+                        )
+                        damaged.append(index)
                         return index
                 return len(moves)
             finally:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lmcache_kernels.copying import copy_blocks
+import torch
 
-from .moves import Over
+from lmcache_kernels.copying import PreparedCopy
+from lmcache_kernels.fingerprint import unsigned
+
+from .moves import Moved, Over, pair_ids, pair_planes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from lmcache_kernels.chunk_layout import ChunkLayout
-    from lmcache_kernels.plane import CacheGroup, Plane
+    from lmcache_kernels.copy_plan import Side
+    from lmcache_kernels.plane import CacheGroup
 
     from .moves import ChunkMove, Completion
 
@@ -29,29 +33,22 @@ class HostMover:
     def ready(self) -> Completion | None:
         return None
 
-    def gather(
-        self, moves: Sequence[ChunkMove], after: Completion | None
-    ) -> tuple[Completion, Completion]:
-        for plane, blocks, dense, inside in self._pairs(moves):
-            copy_blocks(dense, inside, plane, blocks)
-        return Over(), Over()
+    def gather(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
+        return self._move(moves, "dst")
 
-    def scatter(self, moves: Sequence[ChunkMove], after: Completion | None) -> Completion:
-        for plane, blocks, dense, inside in self._pairs(moves):
-            copy_blocks(plane, blocks, dense, inside)
-        return Over()
+    def scatter(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
+        return self._move(moves, "src")
 
-    def _pairs(
-        self, moves: Sequence[ChunkMove]
-    ) -> Iterator[tuple[Plane, tuple[int, ...], Plane, tuple[int, ...]]]:
-        """(plane of the cache, its blocks, plane of a chunk, its blocks) of all moves."""
-        for move in moves:
-            chunks = self._layout.planes_at(move.address, "cpu")
-            for group, chunk, (inside, blocks) in zip(
-                self._groups, chunks, move.pairs, strict=True
-            ):
-                for plane, dense in zip(group.planes, chunk, strict=True):
-                    yield plane, blocks, dense, inside
+    def _move(self, moves: Sequence[ChunkMove], chunk_side: Side) -> Moved:
+        found = [self._move_one(move, chunk_side) for move in moves]
+        return Moved(Over(), Over(), lambda: found)
+
+    def _move_one(self, move: ChunkMove, chunk_side: Side) -> int:
+        chunks = self._layout.planes_at(move.address, "cpu")
+        copy = PreparedCopy(pair_planes(self._groups, chunks, chunk_side), chunk_side=chunk_side)
+        sums = torch.zeros((1, copy.plan.rows), dtype=torch.int64)
+        copy.copy_groups(pair_ids(self._layout, move, chunk_side), sums=sums)
+        return unsigned(sums[0].tolist())
 
     def close(self) -> None:
         pass

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 from lmcache_kernels.errors import LayoutError
 from lmcache_kernels.ids import ABSENT, pack_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from lmcache_kernels.chunk_layout import ChunkLayout
-    from lmcache_kernels.plane import CacheGroup
-
-Pairs: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-"""Per group, (blocks inside a chunk, block ids of the cache), equally long."""
+    from lmcache_kernels.copy_plan import Side
+    from lmcache_kernels.plane import CacheGroup, Plane
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +22,13 @@ class ChunkMove:
 
     Attributes:
         address: of the chunk's payload in host memory.
-        pairs: which blocks of the chunk are which blocks of the cache.
+        blocks: per group, the cache's blocks of the chunk, in order; ``ABSENT`` in a scatter for
+            those that are left out.
         cuts: offsets inside the payload that no single copy may span.
     """
 
     address: int
-    pairs: Pairs
+    blocks: tuple[tuple[int, ...], ...]
     cuts: tuple[int, ...] = ()
 
 
@@ -43,10 +42,25 @@ class Completion(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What became of queued moves.
+
+    Attributes:
+        cache_free: the cache's blocks are read (gather) or written (scatter).
+        done: so is everything else.
+        fingerprints: of the moves' payloads, in order; only once ``done`` is over.
+    """
+
+    cache_free: Completion
+    done: Completion
+    fingerprints: Callable[[], list[int]]
+
+
 class Mover(Protocol):
     """Moves chunks between one engine's cache and host memory.
 
-    Both calls queue the moves and return completions; a synchronous mover is done on return.
+    Both calls queue the moves; a synchronous mover has done them on return.
     """
 
     synchronous: bool
@@ -55,14 +69,12 @@ class Mover(Protocol):
         """A point after everything the caller has queued on the device so far."""
         ...
 
-    def gather(
-        self, moves: Sequence[ChunkMove], after: Completion | None
-    ) -> tuple[Completion, Completion]:
-        """Cache to host. Returns (the cache's blocks are read, the host memory is written)."""
+    def gather(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
+        """Cache to host."""
         ...
 
-    def scatter(self, moves: Sequence[ChunkMove], after: Completion | None) -> Completion:
-        """Host to cache. Returns (the cache's blocks are written)."""
+    def scatter(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
+        """Host to cache."""
         ...
 
     def close(self) -> None: ...
@@ -109,22 +121,36 @@ def check_block_ids(
         pack_ids(ids[:needed], group.num_blocks, f"block_ids[{index}]", loading)
 
 
-def pair_blocks(
+def blocks_of(
     block_ids: Sequence[Sequence[int]], layout: ChunkLayout, chunk: int, skip_tokens: int = 0
-) -> Pairs:
-    """Per group, which blocks inside chunk number ``chunk`` go with which block ids.
+) -> tuple[tuple[int, ...], ...]:
+    """Per group, the block ids of chunk number ``chunk``.
 
-    Blocks before ``skip_tokens`` (counted from the first chunk, rounded down to whole blocks) and
-    absent ones are left out.
+    Blocks before ``skip_tokens`` (counted from the first chunk, rounded down to whole blocks) are
+    ``ABSENT``.
     """
-    pairs = []
+    blocks = []
     for ids, per_chunk in zip(block_ids, layout.blocks_per_chunk, strict=True):
         first = chunk * per_chunk
-        skip = skip_tokens // (layout.chunk_tokens // per_chunk)
-        kept = [
-            (inside, ids[first + inside])
-            for inside in range(per_chunk)
-            if first + inside >= skip and ids[first + inside] != ABSENT
-        ]
-        pairs.append((tuple(i for i, _ in kept), tuple(b for _, b in kept)))
-    return tuple(pairs)
+        skipped = min(max(skip_tokens * per_chunk // layout.chunk_tokens - first, 0), per_chunk)
+        blocks.append((ABSENT,) * skipped + tuple(ids[first + skipped : first + per_chunk]))
+    return tuple(blocks)
+
+
+def pair_planes(
+    groups: Sequence[CacheGroup], chunk: Sequence[Sequence[Plane]], chunk_side: Side
+) -> list[list[tuple[Plane, Plane]]]:
+    """Per group, (destination, source) planes of a cache and a chunk."""
+    pairs = [list(zip(c, g.planes, strict=True)) for c, g in zip(chunk, groups, strict=True)]
+    return pairs if chunk_side == "dst" else [[pair[::-1] for pair in group] for group in pairs]
+
+
+def pair_ids(
+    layout: ChunkLayout, move: ChunkMove, chunk_side: Side
+) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """Per group, (destination, source) ids of a move."""
+    pairs: list[tuple[Sequence[int], Sequence[int]]] = [
+        (range(per_chunk), blocks)
+        for per_chunk, blocks in zip(layout.blocks_per_chunk, move.blocks, strict=True)
+    ]
+    return pairs if chunk_side == "dst" else [pair[::-1] for pair in pairs]

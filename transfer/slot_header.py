@@ -12,7 +12,8 @@ offset bytes field
 16     8     payload bytes
 24     32    shard id
 56     32    digest
-88     32    reserved for a checksum of the payload; 0
+88     8     fingerprint of the payload
+96     24    reserved; 0
 120    392   zero
 512          payload
 ====== ===== =========================================================
@@ -30,30 +31,32 @@ HEADER_BYTES = 512
 """Keeps the payload as aligned as the slot."""
 
 MAGIC = b"LMCKSLOT"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised by one whenever a field changes its place or meaning."""
 
-_FIELDS = struct.Struct("<8sIIQ32s32s")
+_FIELDS = struct.Struct("<8sIIQ32s32sQ")
 _ID_BYTES = 32
 
 
-def pack_header(shard: bytes, digest: bytes, payload_bytes: int) -> bytes:
+def pack_header(shard: bytes, digest: bytes, payload_bytes: int, fingerprint: int) -> bytes:
     """The ``HEADER_BYTES`` in front of a chunk.
 
     Raises:
-        LocalProtocolError: ids that are not 32 bytes, or a payload size outside 64 bits.
+        LocalProtocolError: ids that are not 32 bytes, or numbers outside 64 bits.
     """
     if len(shard) != _ID_BYTES or len(digest) != _ID_BYTES or not 0 <= payload_bytes < 1 << 64:
         raise LocalProtocolError(
             f"slot header: expected ids of {_ID_BYTES} bytes and a 64-bit size, got "
             f"{len(shard)} and {len(digest)} bytes and size {payload_bytes}"
         )
-    fields = _FIELDS.pack(MAGIC, FORMAT_VERSION, 0, payload_bytes, shard, digest)
+    if not 0 <= fingerprint < 1 << 64:
+        raise LocalProtocolError(f"slot header: expected a 64-bit fingerprint, got {fingerprint}")
+    fields = _FIELDS.pack(MAGIC, FORMAT_VERSION, 0, payload_bytes, shard, digest, fingerprint)
     return fields.ljust(HEADER_BYTES, b"\0")
 
 
-def read_header(view: memoryview | bytes, shard: bytes, digest: bytes, payload_bytes: int) -> None:
-    """Return if ``view`` begins with the header of just this chunk.
+def read_header(view: memoryview | bytes, shard: bytes, digest: bytes, payload_bytes: int) -> int:
+    """The fingerprint of the payload, if ``view`` begins with the header of just this chunk.
 
     Raises:
         RemoteProtocolError: it does not; the message names the first field that differs.
@@ -62,11 +65,13 @@ def read_header(view: memoryview | bytes, shard: bytes, digest: bytes, payload_b
         raise RemoteProtocolError(f"slot header: expected {HEADER_BYTES} bytes, got {len(view)}")
     names = ("magic", "format version", "flags", "payload bytes", "shard id", "digest")
     expected = (MAGIC, FORMAT_VERSION, 0, payload_bytes, shard, digest)
-    for name, want, got in zip(names, expected, _FIELDS.unpack_from(view), strict=True):
+    *fields, fingerprint = _FIELDS.unpack_from(view)
+    for name, want, got in zip(names, expected, fields, strict=True):
         if want != got:
             raise RemoteProtocolError(
                 f"slot header, {name}: expected {_show(want)}, got {_show(got)}"
             )
+    return int(fingerprint)
 
 
 def _show(value: object) -> str:

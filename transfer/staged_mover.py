@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lmcache_kernels.copying import prepare_copy
+from lmcache_kernels.copying import PreparedCopy
+from lmcache_kernels.fingerprint import unsigned
+
+from .moves import Moved, pair_ids, pair_planes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from lmcache_kernels.chunk_layout import ChunkLayout
-    from lmcache_kernels.copying import PreparedCopy
+    from lmcache_kernels.copy_plan import Side
     from lmcache_kernels.plane import CacheGroup
 
     from .moves import ChunkMove, Completion
@@ -68,21 +71,19 @@ class StagedMover:
         self, groups: Sequence[CacheGroup], layout: ChunkLayout, *, max_programs: int | None = None
     ) -> None:
         self._device = torch.device(groups[0].device)
-        self._out = _Direction(groups, layout, max_programs, outward=True)
-        self._in = _Direction(groups, layout, max_programs, outward=False)
+        self._out = _Direction(groups, layout, max_programs, "dst")
+        self._in = _Direction(groups, layout, max_programs, "src")
 
     def ready(self) -> Completion | None:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return CudaCompletion(event)
 
-    def gather(
-        self, moves: Sequence[ChunkMove], after: Completion | None
-    ) -> tuple[Completion, Completion]:
+    def gather(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
         return self._out.run(moves, after)
 
-    def scatter(self, moves: Sequence[ChunkMove], after: Completion | None) -> Completion:
-        return self._in.run(moves, after)[0]
+    def scatter(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
+        return self._in.run(moves, after)
 
     def close(self) -> None:
         self._out.release()
@@ -97,13 +98,12 @@ class _Direction:
         groups: Sequence[CacheGroup],
         layout: ChunkLayout,
         max_programs: int | None,
-        *,
-        outward: bool,
+        chunk_side: Side,
     ) -> None:
         self._groups = groups
         self._layout = layout
         self._max_programs = max_programs
-        self._outward = outward
+        self._chunk_side = chunk_side
         self._device = torch.device(groups[0].device)
         self._slices: list[_Slice] = []
         self._next = 0
@@ -112,39 +112,41 @@ class _Direction:
         self._kernels = torch.cuda.Stream(self._device)
         self._link = torch.cuda.Stream(self._device)
         self._slices = [
-            _Slice(self._groups, self._layout, self._max_programs, outward=self._outward)
+            _Slice(self._groups, self._layout, self._max_programs, self._chunk_side)
             for _ in range(SLICES)
         ]
 
-    def run(
-        self, moves: Sequence[ChunkMove], after: Completion | None
-    ) -> tuple[Completion, Completion]:
-        """Queue the moves; returns (kernels are over, link is idle)."""
+    def run(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
+        """Queue the moves."""
         with torch.cuda.device(self._device):
             if not self._slices:
                 self._open()
             if isinstance(after, CudaCompletion):
                 self._kernels.wait_event(after.event)
+            rows = self._slices[0].rows
+            sums = torch.empty((len(moves), rows), dtype=torch.int64, pin_memory=True)
             try:
-                for move in moves:
-                    self._queue(move)
+                for move, sums_of_move in zip(moves, sums, strict=True):
+                    self._queue(move, sums_of_move)
             except BaseException:
                 # What was queued before still uses the blocks and the host memory.
                 self._kernels.synchronize()
                 self._link.synchronize()
                 raise
-            return _recorded(self._kernels), _recorded(self._link)
+            cache_free = _recorded(self._kernels)
+            done = _recorded(self._link) if self._chunk_side == "dst" else cache_free
+            return Moved(cache_free, done, lambda: [unsigned(row) for row in sums.tolist()])
 
-    def _queue(self, move: ChunkMove) -> None:
+    def _queue(self, move: ChunkMove, sums: torch.Tensor) -> None:
         slice_ = self._slices[self._next]
         self._next = (self._next + 1) % SLICES
-        first, second = (
-            (self._kernels, self._link) if self._outward else (self._link, self._kernels)
-        )
-        for stream, step in ((first, slice_.fill), (second, slice_.drain)):
+        kernel, link = (self._kernels, slice_.run_kernel), (self._link, slice_.copy_payload)
+        for stream, step in (kernel, link) if self._chunk_side == "dst" else (link, kernel):
             stream.wait_event(slice_.last)
             with torch.cuda.stream(stream):
                 step(move)
+                if stream is self._kernels:
+                    sums.copy_(slice_.sums[0], non_blocking=True)
             slice_.last = torch.cuda.Event()
             slice_.last.record(stream)
 
@@ -155,52 +157,42 @@ class _Direction:
 
 
 class _Slice:
-    """Device memory for one chunk, with the copies between it and the cache prepared."""
+    """Device memory for one chunk and its fingerprint, with the copy between it and the cache."""
 
     def __init__(
         self,
         groups: Sequence[CacheGroup],
         layout: ChunkLayout,
         max_programs: int | None,
-        *,
-        outward: bool,
+        chunk_side: Side,
     ) -> None:
         device = groups[0].device
         self._memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-        self._nbytes = layout.nbytes
-        self._copies: list[list[PreparedCopy]] = []
-        for group, chunk in zip(
-            groups, layout.planes_at(self._memory.data_ptr(), device), strict=True
-        ):
-            sides = [
-                (dense, plane) if outward else (plane, dense)
-                for plane, dense in zip(group.planes, chunk, strict=True)
-            ]
-            self._copies.append(
-                [prepare_copy(dst, src, max_programs=max_programs) for dst, src in sides]
-            )
-        self._outward = outward
-        self.fill = self._kernel if outward else self._from_host
-        self.drain = self._to_host if outward else self._kernel
+        self._layout = layout
+        self._chunk_side = chunk_side
+        chunk = layout.planes_at(self._memory.data_ptr(), device)
+        self._copy = PreparedCopy(
+            pair_planes(groups, chunk, chunk_side),
+            chunk_side=chunk_side,
+            max_programs=max_programs,
+        )
+        self.rows = self._copy.plan.rows
+        self.sums = torch.zeros((1, self.rows), dtype=torch.int64, device=device)
         self.last = torch.cuda.Event()
         self.last.record(torch.cuda.current_stream(self._memory.device))
 
-    def _kernel(self, move: ChunkMove) -> None:
-        for copies, (inside, blocks) in zip(self._copies, move.pairs, strict=True):
-            for copy in copies:
-                copy.copy(*((inside, blocks) if self._outward else (blocks, inside)))
+    def run_kernel(self, move: ChunkMove) -> None:
+        self.sums.zero_()
+        self._copy.copy_groups(pair_ids(self._layout, move, self._chunk_side), sums=self.sums)
 
-    def _to_host(self, move: ChunkMove) -> None:
+    def copy_payload(self, move: ChunkMove) -> None:
         for host, here in self._pieces(move):
-            host.copy_(here, non_blocking=True)
-
-    def _from_host(self, move: ChunkMove) -> None:
-        for host, here in self._pieces(move):
-            here.copy_(host, non_blocking=True)
+            to, origin = (host, here) if self._chunk_side == "dst" else (here, host)
+            to.copy_(origin, non_blocking=True)
 
     def _pieces(self, move: ChunkMove) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        host = host_bytes(move.address, self._nbytes)
-        edges = (0, *move.cuts, self._nbytes)
+        host = host_bytes(move.address, self._layout.nbytes)
+        edges = (0, *move.cuts, self._layout.nbytes)
         for start, end in itertools.pairwise(edges):
             yield host[start:end], self._memory[start:end]
 

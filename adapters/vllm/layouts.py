@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_kernels.errors import LayoutError
 from lmcache_kernels.plane import CacheGroup
-from lmcache_kernels.views import dtype_name, group_of, opaque_group_of
+from lmcache_kernels.views import blocked_group_of, dtype_name, group_of, opaque_group_of
 
 from .tracker import GroupShape
 
@@ -26,6 +26,10 @@ LAYOUTS = (
     "block token dim",
 )
 """Axes of the tensors that attention layers register, tried against what the spec says they hold."""
+
+INDEXER_WIDTHS = (128, 4)
+"""Bytes a token of the sparse-attention indexer (DeepSeek-V3.2): all values of a page, then its scales.
+Such a page is registered as one array of 132 bytes a token, which it is not."""
 
 SUPPORTED = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
 """KV-cache specs whose blocks hold the keys and values of consecutive tokens."""
@@ -119,14 +123,27 @@ def _describe(
                 f"layers {', '.join(specs)}: expected opaque pages that are all alike"
             )
         return opaque
-    by_axes: dict[str, list[torch.Tensor]] = {}
+    # By axes; indexers, whose pages are blocked, under "".
+    layers: dict[str, list[torch.Tensor]] = {}
     for name, spec in specs.items():
-        by_axes.setdefault(axes_of(kv_caches[name], spec, num_blocks), []).append(kv_caches[name])
+        tensor = kv_caches[name]
+        axes = axes_of(tensor, spec, num_blocks)
+        layers.setdefault("" if _is_indexer(tensor) else axes, []).append(tensor)
+    described = [
+        group_of(found, axes)
+        if axes
+        else blocked_group_of(found, first_spec.block_size, INDEXER_WIDTHS)
+        for axes, found in layers.items()
+    ]
     return CacheGroup(
-        planes=tuple(p for axes, found in by_axes.items() for p in group_of(found, axes).planes),
+        planes=tuple(plane for group in described for plane in group.planes),
         block_tokens=first_spec.block_size,
         dtype=dtype_name(kv_caches[first_name]),
     )
+
+
+def _is_indexer(tensor: torch.Tensor) -> bool:
+    return tensor.element_size() == 1 and tensor.shape[-1] == sum(INDEXER_WIDTHS)
 
 
 def axes_of(tensor: torch.Tensor, spec: Any, num_blocks: int) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
+from lmcache_kernels.fingerprint import fingerprint
 from lmcache_kernels.transfer.arena import Arena
-from lmcache_kernels.transfer.slot_header import HEADER_BYTES, MAGIC
+from lmcache_kernels.transfer.slot_header import HEADER_BYTES, MAGIC, pack_header
 
 
 def slots(view):
@@ -30,8 +31,21 @@ def damage_headers(server, keep=0):
     return len(hit)
 
 
+def flip_payload_bit(server, chunk, bit):
+    """Flip one bit of the payload of the ``chunk``-th slot."""
+    arena = Arena.attach(server.arena_name, server.arena_bytes)
+    view = arena.view(0, arena.nbytes)
+    place = slots(view)[chunk] + HEADER_BYTES + bit // 8
+    view[place] ^= 1 << bit % 8
+    view.release()
+    arena.close()
+
+
 def scramble_payloads(server, span=4096):
-    """Overwrite what lies behind every header, up to the next one or ``span`` pieces of it."""
+    """Overwrite what lies behind every header, up to the next one or ``span`` pieces of it.
+
+    Headers get the fingerprint of it, as if such chunks had been stored.
+    """
     arena = Arena.attach(server.arena_name, server.arena_bytes)
     view = arena.view(0, arena.nbytes)
     offsets = slots(view)
@@ -40,8 +54,18 @@ def scramble_payloads(server, span=4096):
         end = end or offset + (offsets[1] - offsets[0] if len(offsets) > 1 else span)
         size = end - offset - HEADER_BYTES
         # Small float32 numbers rather than noise bits, which would mostly be NaN or huge.
-        view[offset + HEADER_BYTES : end] = bytes(
+        payload = bytes(
             byte if i % 4 != 3 else 0x3F for i, byte in enumerate(noise.randbytes(size))
+        )
+        view[offset + HEADER_BYTES : end] = payload
+        header = bytes(view[offset : offset + HEADER_BYTES])
+        shard, digest, nbytes = (
+            header[24:56],
+            header[56:88],
+            int.from_bytes(header[16:24], "little"),
+        )
+        view[offset : offset + HEADER_BYTES] = pack_header(
+            shard, digest, nbytes, fingerprint(payload[:nbytes])
         )
     view.release()
     arena.close()

@@ -204,10 +204,11 @@ def test_bad_ids_are_refused_and_nothing_is_written(bad, message, device):
     assert untouched_outside(cache, before, [])
 
 
-def test_a_gather_may_name_a_block_twice(device):
+def test_fault_a10_a_gather_may_name_a_block_twice_and_block_zero(device):
     cache = make_cache(BY_NAME["kv_first_nhd"], device=device)
     cache.fill_random(3)
-    assert torch.equal(gather(cache, [4, 4], device), oracle_chunk(cache, [4, 4]))
+    for ids in ([4, 4], [0, 4]):
+        assert torch.equal(gather(cache, ids, device), oracle_chunk(cache, ids))
 
 
 def test_one_copy_never_reads_and_writes_a_block_of_one_plane(device):

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from arena_tools import damage_headers
+from arena_tools import damage_headers, flip_payload_bit
 from cachekit import BY_NAME, LAYOUTS, make_cache, oracle_chunk, untouched_outside
 
 from lmcache_kernels.adapters.messaging.client import CacheClient
@@ -21,6 +21,7 @@ from lmcache_kernels.adapters.server.spawn import spawn_server
 from lmcache_kernels.errors import Closed, KVTransferError, LayoutError, PeerGone
 from lmcache_kernels.ids import ABSENT
 from lmcache_kernels.transfer.context import EngineDrivenContext
+from lmcache_kernels.transfer.embedded import EmbeddedCache
 from lmcache_kernels.transfer.keys import shard_id
 from lmcache_kernels.views import group_of
 
@@ -248,9 +249,66 @@ def test_a_damaged_chunk_is_not_loaded_and_not_offered_again(device):
         client.close()
 
 
+@pytest.mark.parametrize("skipped", [0, 2 * CHUNK_TOKENS])
+@pytest.mark.parametrize("bit", [0, 31, 8 * 200 + 5, -1])
+def test_a_flipped_bit_ends_a_load_before_its_chunk(bit, skipped, device):
+    """Wherever it is, also in blocks that the load leaves out; the chunk is not offered again."""
+    with spawn_server(size_gb=0.01, chunk_size=CHUNK_TOKENS) as server:
+        cache = make_cache(BY_NAME["kv_first_hnd"], blocks=12, device=device)
+        cache.fill_random(14)
+        client = CacheClient(server.url, chunk_tokens=CHUNK_TOKENS)
+        client.wait_ready(WAIT)
+        context = plain_context(cache, client)
+        digests = names(3)
+        assert store(context, digests, [0, 1, 2, 3, 4, 5]) == 3
+        flip_payload_bit(server, 1, bit % (8 * context.layout.nbytes))
+        found = context.submit_retrieve(
+            digests, [[6, 7, 8, 9, 10, 11]], skip_first_n_tokens=skipped
+        )
+        assert found.result(WAIT) == 1
+        assert load(context, digests, [6, 7, 8, 9, 10, 11]) == 1
+        assert torch.equal(oracle_chunk(cache, [6, 7]), oracle_chunk(cache, [0, 1]))
+        assert store(context, digests, [0, 1, 2, 3, 4, 5]) == 1
+        assert load(context, digests, [6, 7, 8, 9, 10, 11]) == 3
+        context.close()
+        client.close()
+
+
+@pytest.mark.parametrize("where", ["server", "this process"])
+def test_fault_a16_latents_of_rank_three_and_four_are_the_same(where, device):
+    """A prompt ends inside a chunk: its last 5 tokens stay behind. Through a server's arena and
+    through one of this very process."""
+    flat = [torch.zeros(9, 4, 24, dtype=torch.int16, device=device) for _ in range(3)]
+    deep = [torch.zeros(9, 4, 1, 24, dtype=torch.int16, device=device) for _ in range(3)]
+    for index, layer in enumerate(flat):
+        layer.copy_(torch.arange(9 * 4 * 24).view(9, 4, 24) * (index + 3))
+    shallow, nested = group_of(flat, "block token dim"), group_of(deep, "block token 1 dim")
+    with ExitStack() as stack:
+        if where == "server":
+            server = stack.enter_context(spawn_server(size_gb=0.01, chunk_size=CHUNK_TOKENS))
+            port = CacheClient(server.url, chunk_tokens=CHUNK_TOKENS)
+            port.wait_ready(WAIT)
+        else:
+            port = EmbeddedCache(1 << 20, chunk_tokens=CHUNK_TOKENS)
+        stack.callback(port.close)
+        storing, loading = context_of([shallow], port), context_of([nested], port)
+        stack.callback(storing.close)
+        stack.callback(loading.close)
+        digest = names(1)
+        assert store(storing, digest, [3, 5, 1, 7]) == 1
+        assert load(loading, digest, [0, 8, 2, 4]) == 1
+    for layer, same in zip(deep, flat, strict=True):
+        assert torch.equal(layer[[0, 8], :, 0], same[[3, 5]])
+        assert not layer[1:8].any()
+
+
 def plain_context(cache, client, timeout=WAIT):
+    return context_of([group_of(cache.tensors, cache.axes)], client, timeout)
+
+
+def context_of(groups, client, timeout=WAIT):
     return EngineDrivenContext(
-        [group_of(cache.tensors, cache.axes)],
+        groups,
         chunk_tokens=CHUNK_TOKENS,
         shard=lambda layout: shard_id(layout.fingerprint, index=0, count=1),
         instance=secrets.randbits(63),

@@ -15,20 +15,23 @@ from lmcache_kernels.transfer.slots import SLOT_ALIGN
 SHARD = bytes(range(32))
 DIGEST = bytes(range(100, 132))
 SIZE = 0x0102030405
+PRINT = 0xF1F2F3F4F5F6F7F8
 
 
 def test_golden_bytes() -> None:
-    header = pack_header(SHARD, DIGEST, SIZE)
+    header = pack_header(SHARD, DIGEST, SIZE, PRINT)
     assert len(header) == HEADER_BYTES == SLOT_ALIGN == 512
-    assert header[:24].hex() == "4c4d434b534c4f5401000000000000000504030201000000"
+    assert header[:24].hex() == "4c4d434b534c4f5402000000000000000504030201000000"
     assert header[24:56] == SHARD
     assert header[56:88] == DIGEST
-    assert header[88:] == bytes(424)
+    assert header[88:96].hex() == "f8f7f6f5f4f3f2f1"
+    assert header[96:] == bytes(416)
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_own_header_is_accepted(kind: type) -> None:
-    read_header(kind(pack_header(SHARD, DIGEST, SIZE)), SHARD, DIGEST, SIZE)
+    header = kind(pack_header(SHARD, DIGEST, SIZE, PRINT))
+    assert read_header(header, SHARD, DIGEST, SIZE) == PRINT
 
 
 @pytest.mark.parametrize(
@@ -43,7 +46,7 @@ def test_own_header_is_accepted(kind: type) -> None:
     ],
 )
 def test_the_differing_field_is_named(offset: int, field: str) -> None:
-    header = bytearray(pack_header(SHARD, DIGEST, SIZE))
+    header = bytearray(pack_header(SHARD, DIGEST, SIZE, PRINT))
     header[offset] ^= 0x80
     with pytest.raises(RemoteProtocolError, match=f"slot header, {field}: expected .*, got "):
         read_header(memoryview(header), SHARD, DIGEST, SIZE)
@@ -53,12 +56,12 @@ def test_an_erased_or_short_header_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="magic"):
         read_header(bytes(HEADER_BYTES), SHARD, DIGEST, SIZE)
     with pytest.raises(RemoteProtocolError, match="expected 512 bytes, got 511"):
-        read_header(pack_header(SHARD, DIGEST, SIZE)[:-1], SHARD, DIGEST, SIZE)
+        read_header(pack_header(SHARD, DIGEST, SIZE, PRINT)[:-1], SHARD, DIGEST, SIZE)
 
 
 @given(bit=st.integers(0, 88 * 8 - 1), size=st.integers(0, (1 << 64) - 1))
 def test_any_flipped_bit_is_refused(bit: int, size: int) -> None:
-    header = bytearray(pack_header(SHARD, DIGEST, size))
+    header = bytearray(pack_header(SHARD, DIGEST, size, PRINT))
     header[bit // 8] ^= 1 << bit % 8
     with pytest.raises(RemoteProtocolError):
         read_header(header, SHARD, DIGEST, size)
@@ -75,11 +78,17 @@ def test_any_flipped_bit_is_refused(bit: int, size: int) -> None:
 )
 def test_wrong_lengths_are_refused(shard: bytes, digest: bytes, size: int) -> None:
     with pytest.raises(LocalProtocolError, match="slot header"):
-        pack_header(shard, digest, size)
+        pack_header(shard, digest, size, PRINT)
 
 
 def test_offsets_match_the_documented_table() -> None:
-    header = pack_header(SHARD, DIGEST, SIZE)
+    header = pack_header(SHARD, DIGEST, SIZE, PRINT)
     assert struct.unpack_from("<8s", header, 0) == (b"LMCKSLOT",)
-    assert struct.unpack_from("<II", header, 8) == (1, 0)
+    assert struct.unpack_from("<II", header, 8) == (2, 0)
     assert struct.unpack_from("<Q", header, 16) == (SIZE,)
+
+
+@pytest.mark.parametrize("fingerprint", [-1, 1 << 64])
+def test_fingerprints_of_other_sizes_are_refused(fingerprint: int) -> None:
+    with pytest.raises(LocalProtocolError, match="64-bit fingerprint"):
+        pack_header(SHARD, DIGEST, SIZE, fingerprint)

@@ -144,3 +144,23 @@ def test_a_pipeline_stage_without_layers_of_a_group_is_refused():
 def test_a_recurrent_group_is_refused_with_one_sentence():
     with pytest.raises(LayoutError, match="KV-cache group of MambaSpec: this connector stores"):
         group_shapes(config((full(), ["a"]), (full(MambaSpec), ["m"])))
+
+
+def test_pages_of_the_sparse_attention_indexer_are_values_and_then_scales():
+    """Registered as 132 bytes a token; engines with other block sizes must find the same chunks."""
+    latent = torch.zeros(10, 64, 576, dtype=torch.bfloat16)
+    index = torch.zeros(10, 64, 132, dtype=torch.uint8)
+    specs = full(MLAAttentionSpec, heads=1, tokens=64, size=576)
+    specs.kv_cache_specs = {
+        "attn": full(MLAAttentionSpec, heads=1, tokens=64, size=576),
+        "indexer": full(MLAAttentionSpec, heads=1, tokens=64, size=132),
+    }
+    (group,) = describe_groups(
+        config((specs, ["attn", "indexer"])), {"attn": latent, "indexer": index}, {}
+    )
+    assert [(p.width, p.token_stride, p.block_stride) for p in group.planes] == [
+        (1152, 1152, 64 * 1152),
+        (128, 128, 64 * 132),
+        (4, 4, 64 * 132),
+    ]
+    assert group.planes[2].bases[0] == index.data_ptr() + 64 * 128

@@ -23,9 +23,9 @@ def port():
     return ScriptedPort()
 
 
-def make(port, *, groups=ONE_GROUP, workers=1, **settings):
+def make(port, *, groups=ONE_GROUP, workers=1, chunk_size=CHUNK, **settings):
     side = SchedulerSide(
-        ConnectorConfig(chunk_size=CHUNK, **settings),
+        ConnectorConfig(chunk_size=chunk_size, **settings),
         port,
         model="m",
         kv_dtype="bfloat16",
@@ -148,6 +148,16 @@ def test_less_stored_than_found_locally_loads_nothing_and_lets_go(port):
     assert len(port.of(EndSession)) == 1
 
 
+def test_fault_a14_a_hit_that_adds_no_chunk_rewrites_nothing(port):
+    """14816 tokens are here and 14820 there: both end in chunk 57 of 256 tokens, and the blocks that
+    the engine owns already stay as they are."""
+    side = make(port, chunk_size=256)
+    request = Request("a", list(range(14821)))
+    assert ask(side, port, request, 14820 // 256, local=14816) == (0, False)
+    side.allocated("a", blocks_for(14821), 0)
+    assert side.build_step(step_output()).loads == []
+
+
 def test_a_load_names_the_chunks_and_blocks_and_spares_local_ones(port):
     side = make(port)
     request = Request("a", list(range(300)))
@@ -163,7 +173,8 @@ def test_a_load_names_the_chunks_and_blocks_and_spares_local_ones(port):
     assert side.build_step(step_output()).loads == []
 
 
-def test_blocks_outside_the_window_are_absent_in_a_load_and_keep_a_chunk_from_being_stored(port):
+def test_fault_a10_the_null_block_of_a_window_is_absent_and_keeps_a_chunk_from_being_stored(port):
+    """Blocks that left the window all have id 0: never written, never stored as if they held data."""
     side = make(port, groups=(GroupShape(BLOCK), GroupShape(BLOCK, window=40)))
     request = Request("a", list(range(200)))
     external, is_async = ask(side, port, request, 2)
@@ -179,7 +190,7 @@ def test_blocks_outside_the_window_are_absent_in_a_load_and_keep_a_chunk_from_be
     assert store.block_ids == [full[8:12], windowed[8:12]]
 
 
-def test_block_zero_is_an_ordinary_block_without_a_window(port):
+def test_fault_a10_block_zero_is_an_ordinary_block_without_a_window(port):
     side = make(port)
     request = Request("a", list(range(70)))
     assert ask(side, port, request, 0) == (0, False)
