@@ -11,20 +11,15 @@ if TYPE_CHECKING:
 MAX_GRID = (1 << 31) - 1
 """Most programs CUDA launches along one axis."""
 
-TILE_BYTES = 4 * 1024
-"""Bytes of one tile when the grid may be as large as it likes, of a single warp: many small
-programs keep HBM busiest. 0.94-0.96 of a plain copy, read and write, gather and scatter, for runs
-of 256 B (NHD <-> HND) to 73 KB (256 MiB, random ids). H200, driver 580.159, torch 2.11, Triton 3.6,
-30 November 2026."""
+TILE_BYTES, TILE_WARPS = 4 * 1024, 1
+"""One tile where the grid may be as large as it likes: many small programs keep HBM busiest. 0.92-0.97
+of a plain copy, read and write, gather and scatter, with a fingerprint too, for runs of 256 B (NHD <->
+HND) to 73 KB; 2 to 16 KiB are within 0.03 of it (256 MiB, random ids). H200, driver 580.159, torch
+2.11, Triton 3.6, 30 November 2026."""
 
-BOUNDED_TILE_BYTES = 64 * 1024
-"""The same, of 8 warps, when the grid is bounded: few programs must each have many bytes under way.
-16 programs of 132 multiprocessors then reach 0.13-0.25 of a plain copy."""
-
-SHORT_RUN = 1024
-"""Runs below this many bytes need so many addresses that registers become scarce, and half the tile
-is faster: 0.125 of a plain copy against 0.100 for runs of 512 B and 16 programs, and with a
-fingerprint 0.87 against 0.79 for runs of 256 B."""
+BOUNDED_TILE_BYTES, BOUNDED_TILE_WARPS = 64 * 1024, 16
+"""The same where the grid is bounded: few programs must each have many bytes under way. 16 programs of
+132 multiprocessors reach 0.21-0.30 of a plain copy, 16 KiB tiles 0.10-0.12. Measured likewise."""
 
 WASTE = 8
 """At most one part in so many of a long run's tiles may lie behind its end."""
@@ -66,22 +61,17 @@ class CopyConfig:
         )
 
 
-def choose_config(
-    plane: Plane, unit: int, max_programs: int | None, *, fingerprint: bool = False
-) -> CopyConfig:
+def choose_config(plane: Plane, unit: int, max_programs: int | None) -> CopyConfig:
     """Pick the tile for copying blocks like those of ``plane`` (already coalesced).
 
     Args:
         plane: either side; only the axes and the width matter.
         unit: bytes of one access.
         max_programs: bound on the grid; None: one program a tile.
-        fingerprint: whether the copy also computes one.
     """
-    short = plane.width < SHORT_RUN and plane.block_tokens * plane.num_heads > 1
-    if max_programs is None:
-        tile_bytes, num_warps = TILE_BYTES // 2 if short and fingerprint else TILE_BYTES, 1
-    else:
-        tile_bytes, num_warps = BOUNDED_TILE_BYTES // 2 if short else BOUNDED_TILE_BYTES, 8
+    tile_bytes, num_warps = TILE_BYTES, TILE_WARPS
+    if max_programs is not None:
+        tile_bytes, num_warps = BOUNDED_TILE_BYTES, BOUNDED_TILE_WARPS
     # A tile of narrow accesses holds as many of them, not as many bytes.
     room = tile_bytes // 16
     units = _units(plane.width // unit, room)

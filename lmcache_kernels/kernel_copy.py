@@ -46,9 +46,7 @@ class KernelCopy:
         self._chunk_side = plan.chunk_side
         # One tile shape for all legs; the one that moves most per block decides.
         most = max((leg.dst for leg in plan.legs), key=lambda plane: plane.rows * plane.block_bytes)
-        self._config = choose_config(
-            most, plan.unit, max_programs, fingerprint=plan.chunk_side is not None
-        )
+        self._config = choose_config(most, plan.unit, max_programs)
         self._tiles_per_launch = max(1, max_launch_bytes // self._config.tile_bytes(plan.unit))
         self._slots = 1 << (len(plan.legs) - 1).bit_length()
         self._counts: list[int] = []

@@ -46,7 +46,7 @@ def ptx(constants: tuple[tuple[str, object], ...], num_warps: int) -> str:
 def constants(plan: CopyPlan, *, max_programs=None, fingerprint=0, inline=False):
     """The constants a copy by this plan is compiled for, and its warps."""
     leg = max(plan.legs, key=lambda leg: leg.dst.rows * leg.dst.block_bytes)
-    config = choose_config(leg.dst, plan.unit, max_programs, fingerprint=bool(fingerprint))
+    config = choose_config(leg.dst, plan.unit, max_programs)
     found = constants_of(
         leg_slots=1 << (len(plan.legs) - 1).bit_length(),
         unit=plan.unit,
