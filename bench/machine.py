@@ -27,7 +27,7 @@ def describe() -> dict[str, str]:
         found["gpu"] = torch.cuda.get_device_name()
         found["cuda"] = str(torch.version.cuda)
         found["driver"] = _output(
-            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+            "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
         )
     return found
 
