@@ -7,6 +7,8 @@ import importlib
 import sys
 from pathlib import Path
 
+import torch
+
 from . import gate, machine
 from .compare import compare
 from .options import Options
@@ -14,6 +16,8 @@ from .report import render
 from .results import SCHEMA, Document, ResultError, read, write
 
 BENCHMARKS = ("kernels", "peer", "store_load", "host_cost")
+DEVICES = {"peer": 2}
+"""How many GPUs a benchmark needs, where that is not one."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,6 +30,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(chosen: argparse.Namespace) -> int:
+    devices = torch.cuda.device_count()
+    needed = DEVICES.get(chosen.name, 1)
+    if devices < needed:
+        print(f"{chosen.name}: needs {needed} CUDA devices, found {devices}", file=sys.stderr)
+        return 2
     header = machine.describe()
     print("  ".join(f"{name}: {value}" for name, value in header.items()), flush=True)
     if chosen.gate and not gate.is_open():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from bench import __main__ as command
 from bench import gate, kernels
@@ -19,6 +20,7 @@ def measured(monkeypatch, make_row):
         return [make_row(bit_exact=options.only != "wrong")]
 
     monkeypatch.setattr(kernels, "run", run)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     return seen
 
 
@@ -42,6 +44,14 @@ def test_a_run_leaves_a_file_and_a_page(measured, monkeypatch, tmp_path):
     assert document.benchmark == "kernels"
     assert document.machine["commit"] == "f00"
     assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(("name", "needed"), [("kernels", 1), ("peer", 2)])
+def test_without_the_gpus_it_needs_nothing_is_run(name, needed, measured, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: needed - 1)
+    assert command.main(["run", name]) == 2
+    assert measured == []
+    assert f"needs {needed} CUDA devices, found {needed - 1}" in capsys.readouterr().err
 
 
 def test_wrong_bytes_fail_the_run(measured):
