@@ -29,7 +29,10 @@ class CallRing:
 
     def _open(self, words: int) -> None:
         self._host = torch.empty(words, dtype=torch.int32, pin_memory=True)
-        self._device = torch.empty(words, dtype=torch.int32, device=self._stream.device)
+        # From the pool of the stream that writes it: memory that the ring's own stream gave back may
+        # still be in use there.
+        with torch.cuda.stream(self._uploads):
+            self._device = torch.empty(words, dtype=torch.int32, device=self._stream.device)
         self.view = self._host.numpy().data
         self._half = words // 2
         self._next = 0

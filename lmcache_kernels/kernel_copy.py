@@ -52,6 +52,8 @@ class KernelCopy:
         self._counts: list[int] = []
         self._header: tuple[memoryview, int, int] = memoryview(b""), 0, 0
         self._device = torch.device(device)
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
         self._index = self._device.index
         self._stream = -1
         self._streams: set[int] = set()
