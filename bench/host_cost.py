@@ -1,7 +1,7 @@
 """What a prepared copy costs the host: microseconds a call, upload of the ids and launch included.
 
 The device is drained every few calls, outside the clock, so that its queue never fills and no call
-waits for it. Beside it the same is asked of Triton's ordinary launch of a kernel with as many
+waits for it. Beside it the same is asked of Triton's ordinary launch of a kernel with 15 runtime
 arguments, ids already uploaded, and of LMCache's call, ids uploaded as LMCache does it.
 """
 

@@ -15,8 +15,9 @@ class CallRing:
 
     Hold ``lock`` from :meth:`take` until the launch that reads the words is queued. The ring has
     two halves. When a half is full, an event is queued behind its last reader, and the other half
-    is free once its own event has passed; else, or where a copy has more words than half the ring,
-    a larger ring takes over. So a copy allocates nothing and waits for nothing.
+    is free once its own event has passed. If it has not, or a copy has more words than half the
+    ring, a ring of twice the size takes over. So in the long run a copy allocates nothing, and it
+    never waits.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -28,12 +29,13 @@ class CallRing:
         self._open(WORDS)
 
     def _open(self, words: int) -> None:
-        self._host = torch.empty(words, dtype=torch.int32, pin_memory=True)
+        host = torch.empty(words, dtype=torch.int32, pin_memory=True)
         # From the pool of the stream that writes it: memory that the ring's own stream gave back may
         # still be in use there.
         with torch.cuda.stream(self._uploads):
-            self._device = torch.empty(words, dtype=torch.int32, device=self._stream.device)
-        self.view = self._host.numpy().data
+            device = torch.empty(words, dtype=torch.int32, device=self._stream.device)
+        # Both are there, so this ring is whole whatever happened before.
+        self._host, self._device, self.view = host, device, host.numpy().data
         self._half = words // 2
         self._next = 0
         self._end = self._half
@@ -62,10 +64,11 @@ class CallRing:
     def _turn(self, words: int) -> int:
         event = torch.cuda.Event()
         event.record(self._stream)
+        self._retired = [old for old in self._retired if not old[-1].query()]
         if words > self._half or not (self._read is None or self._read.query()):
-            self._retired = [old for old in self._retired if not old[-1].query()]
-            self._retired.append((self._host, self._device, event))
-            self._open(max(len(self.view), 1 << (2 * words - 1).bit_length()))
+            old = (self._host, self._device, event)
+            self._open(max(2 * len(self.view), 1 << (2 * words - 1).bit_length()))
+            self._retired.append(old)
             return 0
         self._read = event
         start = 0 if self._end > self._half else self._half

@@ -24,9 +24,9 @@ _SHIFT = tl.constexpr(KEY_SHIFT)
 
 @triton.jit
 def _block_offset(ids, side):
-    """Of blocks: the outer index, the offset of the outer and of the inner step, in units.
+    """The outer index of blocks, and the units of their outer and of their inner step.
 
-    ``side`` points at split, block stride, split stride.
+    ``side`` points at a plane's split, block stride and split stride.
     """
     # Dividing 32 bits is cheap; multiplying takes 64, as a pool may hold more than 2**31 units.
     split = tl.load(side).to(tl.uint32)

@@ -12,6 +12,9 @@ from .plane import Plane, access_unit, check_compatible, coalesce
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+MAX_EXTENT = (1 << 31) - 1
+"""The kernel counts inside a block in 32 bits."""
+
 Side: TypeAlias = Literal["dst", "src"]
 
 
@@ -66,13 +69,18 @@ class CopyPlan:
             devices = sorted({pair[side].device for pair in pairs})
             if len(devices) > 1:
                 raise LayoutError(f"planes of one side: expected one device, got {devices}")
+        for dst, _ in pairs:
+            if len(set(dst.bases)) != dst.rows:
+                raise LayoutError("destination: two rows of one plane lie at the same address")
         start = 0
         if chunk_side is not None:
             chunks = [pair[0 if chunk_side == "dst" else 1] for pair in pairs]
             for chunk in chunks:
                 _check_dense(chunk)
+            if len({_whereabouts(chunk) for chunk in chunks}) > 1:
+                raise LayoutError("chunk side: expected planes of the same chunks, as far apart")
             start = min(min(chunk.bases) for chunk in chunks)
-            end = max(max(chunk.bases) + chunk.split * chunk.block_bytes for chunk in chunks)
+            end = max(max(chunk.bases) + _inner_span(chunk) for chunk in chunks)
             if end - start > MAX_PAYLOAD:
                 raise LayoutError(
                     f"chunk side: expected a payload of at most {MAX_PAYLOAD} bytes, "
@@ -84,6 +92,12 @@ class CopyPlan:
                 chunk = pair[0 if chunk_side == "dst" else 1]
                 places = tuple(base - start for base in chunk.bases)
                 legs.append(Leg(*coalesce(*pair), index, places))
+        for leg in legs:
+            if max(leg.dst.width, leg.dst.block_tokens, leg.dst.num_heads) > MAX_EXTENT:
+                raise LayoutError(
+                    f"planes: expected runs of at most {MAX_EXTENT} bytes and as many tokens and "
+                    f"heads, got {leg.dst.width}, {leg.dst.block_tokens} and {leg.dst.num_heads}"
+                )
         unit = access_unit(*(plane for leg in legs for plane in (leg.dst, leg.src)))
         return cls(tuple(legs), len(groups), unit, chunk_side)
 
@@ -95,6 +109,17 @@ class CopyPlan:
     def planes(self, group: int, side: Side) -> list[Plane]:
         """The planes of one side to which one list of block ids applies."""
         return [getattr(leg, side) for leg in self.legs if leg.group == group]
+
+
+def _whereabouts(chunk: Plane) -> tuple[int, int]:
+    """How many chunks there are, and how far apart."""
+    chunks = chunk.outer_blocks
+    return chunks, chunk.block_stride if chunks > 1 else 0
+
+
+def _inner_span(chunk: Plane) -> int:
+    """Bytes of one row of one chunk."""
+    return (chunk.split - 1) * chunk.split_stride + chunk.block_bytes
 
 
 def _check_dense(chunk: Plane) -> None:

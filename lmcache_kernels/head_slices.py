@@ -52,10 +52,10 @@ def head_slices(heads: int, *, tp: int, rank: int, stored_tp: int) -> list[HeadS
         LayoutError: see :func:`heads_of`.
     """
     mine = heads_of(heads, tp, rank)
+    stored = [heads_of(heads, stored_tp, other) for other in range(max(1, stored_tp))]
     slices = []
     missing = mine.start
-    for other in range(stored_tp):
-        theirs = heads_of(heads, stored_tp, other)
+    for other, theirs in enumerate(stored):
         end = min(mine.stop, theirs.stop)
         if theirs.start <= missing < end:
             count = end - missing

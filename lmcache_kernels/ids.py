@@ -45,11 +45,9 @@ def pack_ids(ids: Iterable[int], num_blocks: int, name: str, destination: bool) 
         if ids.step == 1 and 0 <= ids.start <= ids.stop <= min(num_blocks, len(_COUNTING)):
             return _COUNTING[ids.start : ids.stop]
     elif type(ids) is np.ndarray:
-        if len(ids) >= MANY:
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) >= MANY:
             return _pack_array(ids, num_blocks, name, destination)
         ids = ids.tolist()
-    elif type(ids) is not list:
-        ids = list(ids)
     try:
         packed = memoryview(array("i", ids))
     except TypeError as error:
@@ -59,10 +57,10 @@ def pack_ids(ids: Iterable[int], num_blocks: int, name: str, destination: bool) 
     if len(packed) >= MANY:
         return _pack_array(np.frombuffer(packed, dtype=np.int32), num_blocks, name, destination)
     lowest = ABSENT if destination else 0
-    if packed and (min(ids) < lowest or max(ids) >= num_blocks):
-        raise _out_of_range(ids, lowest, num_blocks, name)
-    if destination and len(set(ids)) != len(packed) and _repeats(ids):
-        raise _repeated(list(ids), name)
+    if packed and (min(packed) < lowest or max(packed) >= num_blocks):
+        raise _out_of_range(packed, lowest, num_blocks, name)
+    if destination and len(set(packed)) != len(packed):
+        _refuse_repeats(packed, name)
     return packed
 
 
@@ -78,28 +76,22 @@ def _pack_array(
         raise _out_of_range(ids.tolist(), lowest, num_blocks, name)
     if destination:
         ordered = np.sort(ids)
-        if ((ordered[1:] == ordered[:-1]) & (ordered[1:] != ABSENT)).any():
-            raise _repeated(ids.tolist(), name)
+        if (ordered[1:] == ordered[:-1]).any():
+            _refuse_repeats(ids.tolist(), name)
     return ids.astype(np.int32).data
 
 
-def _repeats(ids: Iterable[int]) -> bool:
-    present = [block for block in ids if block != ABSENT]
-    return len(set(present)) != len(present)
-
-
-def _repeated(ids: Sequence[int], name: str) -> LayoutError:
+def _refuse_repeats(ids: Sequence[int], name: str) -> None:
     seen: set[int] = set()
-    position = 0
-    while ids[position] not in seen or ids[position] == ABSENT:
-        seen.add(ids[position])
-        position += 1
-    return LayoutError(
-        f"{name}[{position}]: block {ids[position]} named twice; "
-        "the bytes written last would win and which those are is undefined"
-    )
+    for position, block in enumerate(ids):
+        if block in seen and block != ABSENT:
+            raise LayoutError(
+                f"{name}[{position}]: block {block} named twice; "
+                "the bytes written last would win and which those are is undefined"
+            )
+        seen.add(block)
 
 
 def _out_of_range(ids: Iterable[int], lowest: int, end: int, name: str) -> LayoutError:
     position, bad = next((i, int(b)) for i, b in enumerate(ids) if not lowest <= b < end)
-    return LayoutError(f"{name}[{position}]: expected 0 <= id < {end}, got {bad}")
+    return LayoutError(f"{name}[{position}]: expected {lowest} <= id < {end}, got {bad}")

@@ -11,6 +11,7 @@ import torch
 from .call_ring import ring_of
 from .copy_config import choose_config
 from .copy_tables import CALL_WORDS, INLINE_IDS, NO_TILE, leg_table, row_table
+from .errors import LayoutError
 from .launching import NOT_INLINE, constants_of, launcher
 
 if TYPE_CHECKING:
@@ -52,22 +53,19 @@ class KernelCopy:
         self._counts: list[int] = []
         self._header: tuple[memoryview, int, int] = memoryview(b""), 0, 0
         self._device = torch.device(device)
-        if self._device.type == "cuda" and self._device.index is None:
-            self._device = torch.device("cuda", torch.cuda.current_device())
         self._index = self._device.index
         self._stream = -1
         self._streams: set[int] = set()
         pairs = [(leg.dst, leg.src) for leg in plan.legs]
         places = [place for leg in plan.legs for place in leg.places]
-        self._tables = (
-            _table(leg_table(pairs, plan.unit), self._device),
-            _table(row_table(pairs, places), self._device),
+        legs, rows, self._ready = _upload(
+            leg_table(pairs, plan.unit), row_table(pairs, places), self._device
         )
-        self._launch, self._launch_inline = (
-            launcher(*self._tables, self.constants(inline), self._config)
-            for inline in (False, len(plan.legs) == 1)
-        )
-        self._most_inline = INLINE_IDS if len(plan.legs) == 1 else -1
+        self._tables = (legs, rows)
+        self._launch = launcher(legs, rows, self.constants(False), self._config)
+        self._launch_inline = None
+        if len(plan.legs) == 1:
+            self._launch_inline = launcher(legs, rows, self.constants(True), self._config)
 
     def constants(self, inline: bool) -> dict[str, Any]:
         """What the kernel of this copy is compiled for."""
@@ -87,15 +85,14 @@ class KernelCopy:
             return
         stream = 0 if index is None else _stream_now(index)
         if stream != self._stream:
-            self._streams.add(stream)
-            self._stream = stream
+            self._use(stream)
         counts = [len(to) for to, _ in ids]
         if counts != self._counts:
             self._header, self._counts = self._header_of(counts), counts
         header, words, tiles = self._header
         if not tiles:
             return
-        if counts[0] <= self._most_inline:
+        if self._launch_inline is not None and counts[0] <= INLINE_IDS:
             padding = _PADDING[counts[0]]
             to, origin = ids[0]
             inline = (counts[0], *to, *padding, *origin, *padding)
@@ -110,6 +107,13 @@ class KernelCopy:
                 at = ring.take(words)
                 _write(ring.view, at, header, ids)
                 self._queue(self._launch, ring.upload(at, words), NOT_INLINE, tiles, sums)
+
+    def _use(self, stream: int) -> None:
+        """From now on copies go to another stream."""
+        if self._ready is not None and stream not in self._streams:
+            torch.cuda.ExternalStream(stream, self._device).wait_event(self._ready)
+        self._streams.add(stream)
+        self._stream = stream
 
     def _queue(
         self,
@@ -138,6 +142,8 @@ class KernelCopy:
             count = counts[leg.group]
             words += (tiles, count, starts[leg.group], 0)
             tiles += self._config.tiles(leg.dst, count, self._unit)
+        if tiles >= NO_TILE:
+            raise LayoutError(f"ids: expected a copy of less than {NO_TILE} tiles, got {tiles}")
         words += [NO_TILE, 0, 0, 0] * (self._slots - len(self._legs))
         return memoryview(array("i", words)), at, tiles
 
@@ -162,9 +168,17 @@ def _write(
         view[middle:end] = origin
 
 
-def _table(words: list[int], device: torch.device) -> torch.Tensor:
-    table = torch.tensor(words, dtype=torch.int64).to(device)
-    if table.is_cuda:
-        # The table outlives this stream's order: a later copy may run on another stream.
-        torch.cuda.current_stream(device).synchronize()
-    return table
+def _upload(
+    legs: list[int], rows: list[int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.cuda.Event | None]:
+    """The tables on the device, and the event after which they are there."""
+    if device.type == "cpu":
+        return torch.tensor(legs), torch.tensor(rows), None
+    with torch.cuda.device(device):
+        there = [
+            torch.tensor(words, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+            for words in (legs, rows)
+        ]
+        ready = torch.cuda.Event()
+        ready.record()
+    return there[0], there[1], ready

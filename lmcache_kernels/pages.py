@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .errors import LayoutError
+from .ids import ABSENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,11 +30,15 @@ def pages_per_block(block_tokens: int, page_tokens: int) -> int:
 
 
 def split_ids(ids: Iterable[int], ratio: int) -> list[int]:
-    """The ids of the ``ratio`` pages of each block, in order of their tokens.
+    """The ids of the ``ratio`` pages of each block, in order of their tokens; an absent block has absent pages.
 
     Raises:
         LayoutError: a ratio below 1.
     """
     if ratio < 1:
         raise LayoutError(f"pages in a block: expected >= 1, got {ratio}")
-    return [block * ratio + page for block in ids for page in range(ratio)]
+    return [
+        ABSENT if block == ABSENT else block * ratio + page
+        for block in ids
+        for page in range(ratio)
+    ]

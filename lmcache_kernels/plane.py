@@ -17,12 +17,15 @@ no code of their own. This module is pure: no torch, no I/O.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 
 from .errors import LayoutError
 
 MAX_UNIT = 16
 """Widest single memory access in bytes (one 128-bit load on every NVIDIA GPU since Kepler)."""
+
+_DEVICE = re.compile(r"cpu|(?!cpu)[a-z]+:\d+")
 
 MAX_BLOCKS = (1 << 31) - 1
 """Block ids have 31 bits."""
@@ -62,6 +65,10 @@ class Plane:
     def __post_init__(self) -> None:
         if not self.bases:
             raise LayoutError("plane.bases: expected at least one row, got none")
+        if not _DEVICE.fullmatch(self.device):
+            raise LayoutError(
+                f"plane.device: expected a form such as cpu or cuda:0, got {self.device!r}"
+            )
         for name in ("num_blocks", "block_tokens", "num_heads", "width", "split"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"plane.{name}: expected >= 1, got {getattr(self, name)}")
@@ -141,6 +148,8 @@ class Plane:
             LayoutError: blocks that are split already and whose tokens are not evenly spaced.
         """
         tokens = self.block_tokens
+        if tokens == 1:
+            return self
         if self.split > 1 and self.split_stride != tokens * self.token_stride:
             raise LayoutError(
                 f"plane.split_stride: expected {tokens * self.token_stride} so that tokens are "

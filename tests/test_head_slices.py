@@ -51,3 +51,9 @@ def test_every_head_is_found_exactly_once(heads, tp, stored_tp, data):
 def test_sizes_that_cannot_be_are_refused(heads, tp, rank, message):
     with pytest.raises(LayoutError, match=message):
         head_slices(heads, tp=tp, rank=rank, stored_tp=1)
+
+
+@pytest.mark.parametrize("stored_tp", [0, -2, 3])
+def test_ranks_that_cannot_have_stored_are_refused(stored_tp):
+    with pytest.raises(LayoutError, match=f"8 heads cannot lie on {stored_tp} ranks"):
+        head_slices(8, tp=2, rank=0, stored_tp=stored_tp)

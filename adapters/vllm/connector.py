@@ -34,7 +34,7 @@ from lmcache_kernels.transfer.context import EngineDrivenContext
 from .config import PREFIX, ConnectorConfig
 from .identity import kv_dtype, model_identity, slice_of_engine
 from .jobs import StepJobs, StepReport
-from .layouts import describe_groups, group_shapes, layer_names
+from .layouts import describe_groups, group_shapes
 from .scheduler import SchedulerSide
 from .tracker import fails_whole
 from .worker import WorkerSide
@@ -170,10 +170,13 @@ class LMCacheKernelsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         config = self._vllm_config
         held = slice_of_engine(config, config.parallel_config.rank)
         self._kv_caches = kv_caches  # planes hold addresses only
+        groups, layers = describe_groups(
+            self._kv_cache_config, kv_caches, _isa_of(config, kv_caches)
+        )
         context = EngineDrivenContext(
-            describe_groups(self._kv_cache_config, kv_caches, _isa_of(config, kv_caches)),
+            groups,
             chunk_tokens=self._config.chunk_size,
-            shard=lambda layout: held.shard(layout, layer_names(self._kv_cache_config)),
+            shard=lambda layout: held.shard(layout, layers),
             instance=self._instance,
             port=self._client,
             timeout=self._config.request_timeout,

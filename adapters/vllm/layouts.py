@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_kernels.errors import LayoutError
 from lmcache_kernels.plane import CacheGroup
-from lmcache_kernels.views import blocked_group_of, dtype_name, group_of, opaque_group_of
+from lmcache_kernels.views import blocked_group_of, dtype_name, opaque_group_of, plane_of
 
 from .tracker import GroupShape
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
+
+    from lmcache_kernels.plane import Plane
 
 LAYOUTS = (
     # vLLM >= 0.29: one logical order for every back end, K and V side by side; strides tell NHD
@@ -69,15 +71,13 @@ def group_shapes(kv_cache_config: Any) -> list[GroupShape]:
     return shapes
 
 
-def layer_names(kv_cache_config: Any) -> list[list[str]]:
-    """Per group, its layers in the order that :func:`describe_groups` gives their rows."""
-    return [list(_layer_specs(group)) for group in kv_cache_config.kv_cache_groups]
-
-
 def describe_groups(
     kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor], isa_of: Mapping[str, str]
-) -> list[CacheGroup]:
-    """The engine's cache as groups of planes.
+) -> tuple[list[CacheGroup], list[list[str]]]:
+    """The engine's cache as groups of planes; per group also its layers in the order of their rows.
+
+    Layers of one shape and stride share a plane, so the order of a chunk's rows can depend on how
+    an engine laid its layers out, and belongs to the name of what is stored.
 
     Args:
         kv_cache_config: the engine's, with its groups and specs.
@@ -89,10 +89,11 @@ def describe_groups(
         LayoutError: a tensor whose shape is none of :data:`LAYOUTS` for its spec, or a layer that
             was not registered.
     """
-    return [
+    described = [
         _describe(group, kv_cache_config.num_blocks, kv_caches, isa_of)
         for group in kv_cache_config.kv_cache_groups
     ]
+    return [group for group, _ in described], [layers for _, layers in described]
 
 
 def _layer_specs(group: Any) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def _describe(
     num_blocks: int,
     kv_caches: Mapping[str, torch.Tensor],
     isa_of: Mapping[str, str],
-) -> CacheGroup:
+) -> tuple[CacheGroup, list[str]]:
     specs = _layer_specs(group)
     missing = [name for name in specs if name not in kv_caches]
     if missing:
@@ -122,24 +123,21 @@ def _describe(
             raise LayoutError(
                 f"layers {', '.join(specs)}: expected opaque pages that are all alike"
             )
-        return opaque
-    # By axes; indexers, whose pages are blocked, under "".
-    layers: dict[str, list[torch.Tensor]] = {}
+        return opaque, list(specs)
+    alike: dict[tuple[object, ...], list[str]] = {}
     for name, spec in specs.items():
         tensor = kv_caches[name]
-        axes = axes_of(tensor, spec, num_blocks)
-        layers.setdefault("" if _is_indexer(tensor) else axes, []).append(tensor)
-    described = [
-        group_of(found, axes)
-        if axes
-        else blocked_group_of(found, first_spec.block_size, INDEXER_WIDTHS)
-        for axes, found in layers.items()
-    ]
-    return CacheGroup(
-        planes=tuple(plane for group in described for plane in group.planes),
-        block_tokens=first_spec.block_size,
-        dtype=dtype_name(kv_caches[first_name]),
-    )
+        axes = "" if _is_indexer(tensor) else axes_of(tensor, spec, num_blocks)
+        alike.setdefault((axes, tensor.shape, tensor.stride(), tensor.dtype), []).append(name)
+    planes: list[Plane] = []
+    for (layout, *_), names in alike.items():
+        tensors = [kv_caches[name] for name in names]
+        if layout:
+            planes.append(plane_of(tensors, str(layout)))
+        else:
+            planes += blocked_group_of(tensors, first_spec.block_size, INDEXER_WIDTHS).planes
+    described = CacheGroup(tuple(planes), first_spec.block_size, dtype_name(kv_caches[first_name]))
+    return described, [name for names in alike.values() for name in names]
 
 
 def _is_indexer(tensor: torch.Tensor) -> bool:

@@ -11,9 +11,9 @@ from lmcache_kernels.adapters.vllm.layouts import (
     axes_of,
     describe_groups,
     group_shapes,
-    layer_names,
 )
 from lmcache_kernels.adapters.vllm.tracker import GroupShape
+from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.errors import LayoutError
 
 
@@ -83,7 +83,8 @@ def test_layers_become_rows_and_other_shapes_planes_of_their_own():
         "b": torch.zeros(10, 3, 16, 16),
         "c": torch.zeros(10, 5, 16, 16),
     }
-    (group,) = describe_groups(config((spec, ["a", "b", "c"])), caches, {})
+    (group,), layers = describe_groups(config((spec, ["a", "b", "c"])), caches, {})
+    assert layers == [["a", "b", "c"]]
     assert [(plane.rows, plane.num_heads) for plane in group.planes] == [(2, 3), (1, 5)]
     assert group.planes[0].bases == (caches["a"].data_ptr(), caches["b"].data_ptr())
     assert (group.block_tokens, group.dtype, group.opaque) == (16, "float32", "")
@@ -92,7 +93,7 @@ def test_layers_become_rows_and_other_shapes_planes_of_their_own():
 def test_pages_of_the_cpu_back_end_are_opaque_and_know_their_instruction_set():
     caches = {"a": torch.zeros(10, 3, 16, 16)}
     groups = {
-        isa: describe_groups(config((full(), ["a"])), caches, {"a": isa})[0]
+        isa: describe_groups(config((full(), ["a"])), caches, {"a": isa})[0][0]
         for isa in ("vec", "amx")
     }
     plane = groups["vec"].planes[0]
@@ -123,7 +124,6 @@ def test_groups_say_how_they_page():
     sliding.sliding_window = 96
     groups = config((full(), ["a", "c"]), (sliding, ["b"]))
     assert group_shapes(groups) == [GroupShape(16), GroupShape(16, window=96)]
-    assert layer_names(groups) == [["a", "c"], ["b"]]
 
 
 def test_caches_whose_blocks_the_engine_rewrites_before_a_fence_are_refused():
@@ -155,7 +155,7 @@ def test_pages_of_the_sparse_attention_indexer_are_values_and_then_scales():
         "attn": full(MLAAttentionSpec, heads=1, tokens=64, size=576),
         "indexer": full(MLAAttentionSpec, heads=1, tokens=64, size=132),
     }
-    (group,) = describe_groups(
+    (group,), _ = describe_groups(
         config((specs, ["attn", "indexer"])), {"attn": latent, "indexer": index}, {}
     )
     assert [(p.width, p.token_stride, p.block_stride) for p in group.planes] == [
@@ -164,3 +164,23 @@ def test_pages_of_the_sparse_attention_indexer_are_values_and_then_scales():
         (4, 4, 64 * 132),
     ]
     assert group.planes[2].bases[0] == index.data_ptr() + 64 * 128
+
+
+def test_layers_that_engines_stride_differently_never_pass_for_each_other():
+    """Which layers share a plane decides the order of a chunk's rows, and so its name."""
+
+    def engine(*head_major):
+        caches = {
+            f"l{i}": torch.zeros(10, 3, 16, 16)
+            if hnd
+            else torch.zeros(10, 16, 3, 16).transpose(1, 2)
+            for i, hnd in enumerate(head_major)
+        }
+        groups, layers = describe_groups(config((full(), list(caches))), caches, {})
+        layout = ChunkLayout.of(groups, 16)
+        return layout.fingerprint, layers
+
+    one, other = engine(True, False, True, False), engine(True, True, False, False)
+    assert one[0] == other[0]
+    assert one[1] == [["l0", "l2", "l1", "l3"]]
+    assert other[1] == [["l0", "l1", "l2", "l3"]]
