@@ -60,6 +60,8 @@ class CopyPlan:
             LayoutError: no plane, planes that do not fit each other or lie on several devices, or a
                 chunk side whose blocks are not dense.
         """
+        if chunk_side not in (None, "dst", "src"):
+            raise LayoutError(f"chunk_side: expected dst, src or None, got {chunk_side!r}")
         pairs = [pair for group in groups for pair in group]
         if not pairs or not all(groups):
             raise LayoutError("groups: expected at least one pair of planes in each")

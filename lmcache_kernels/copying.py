@@ -107,8 +107,8 @@ class PreparedCopy:
         run_on: str | None = None,
     ) -> None:
         for name, bound in (("max_programs", max_programs), ("max_launch_bytes", max_launch_bytes)):
-            if bound is not None and bound < 1:
-                raise LayoutError(f"{name}: expected >= 1, got {bound}")
+            if bound is not None and (not isinstance(bound, int) or bound < 1):
+                raise LayoutError(f"{name}: expected an integer >= 1, got {bound}")
         self.plan = CopyPlan.of(groups, chunk_side)
         self.device = _device_that_copies(self.plan, run_on)
         self._limits = [_Limits.of(self.plan, group) for group in range(len(groups))]
@@ -145,14 +145,14 @@ class PreparedCopy:
         if len(ids) != len(self._limits):
             raise LayoutError(f"ids: expected {len(self._limits)} groups, got {len(ids)}")
         packed = []
-        for (dst_ids, src_ids), (dst_blocks, src_blocks, same_place) in zip(
+        for (dst_ids, src_ids), (name, dst_blocks, src_blocks, same_place) in zip(
             ids, self._limits, strict=True
         ):
-            to = pack_ids(dst_ids, dst_blocks, "dst_ids", True)
-            origin = pack_ids(src_ids, src_blocks, "src_ids", False)
+            to = pack_ids(dst_ids, dst_blocks, name + "dst_ids", True)
+            origin = pack_ids(src_ids, src_blocks, name + "src_ids", False)
             if len(to) != len(origin):
                 raise LayoutError(
-                    f"ids: expected as many destination as source blocks, "
+                    f"{name}ids: expected as many destination as source blocks, "
                     f"got {len(to)} and {len(origin)}"
                 )
             if same_place:
@@ -178,13 +178,14 @@ class PreparedCopy:
         ):
             raise LayoutError(
                 f"sums: expected contiguous int64 [{chunks}, {self.plan.rows}] on {self.device}, "
-                f"got {sums.dtype} {list(sums.shape)} on {sums.device}"
+                f"got {sums.dtype} {list(sums.shape)} of stride {sums.stride()} on {sums.device}"
             )
 
 
 class _Limits(NamedTuple):
-    """What the ids of one group may be."""
+    """What the ids of one group may be, and what to call them."""
 
+    name: str
     dst_blocks: int
     src_blocks: int
     same_place: bool
@@ -193,6 +194,7 @@ class _Limits(NamedTuple):
     def of(cls, plan: CopyPlan, group: int) -> _Limits:
         dst, src = plan.planes(group, "dst"), plan.planes(group, "src")
         return cls(
+            f"groups[{group}]." if plan.groups > 1 else "",
             min(plane.num_blocks for plane in dst),
             min(plane.num_blocks for plane in src),
             any(to.bases == origin.bases for to in dst for origin in src),
@@ -211,16 +213,19 @@ def _device_that_copies(plan: CopyPlan, run_on: str | None) -> str:
     dst, src = plan.legs[0].dst.device, plan.legs[0].src.device
     device = src if run_on is None else run_on
     if device not in (dst, src):
-        raise LayoutError(f"run_on: expected {dst} or {src}, got {device}")
-    if dst != src:
-        if "cpu" in (dst, src):
-            raise LayoutError(
-                f"planes lie on different devices: destination on {dst}, source on {src}; "
-                "stage one of them"
-            )
-        from .devices import enable_peer_access
+        expected = " or ".join(dict.fromkeys((dst, src)))
+        raise LayoutError(f"run_on: expected {expected}, got {device}")
+    if dst != src and "cpu" in (dst, src):
+        raise LayoutError(
+            f"planes lie on different devices: destination on {dst}, source on {src}; "
+            "stage one of them"
+        )
+    if device != "cpu":
+        from .devices import check_present, enable_peer_access
 
-        enable_peer_access(device, dst if device == src else src)
+        check_present(device)
+        if dst != src:
+            enable_peer_access(device, dst if device == src else src)
     return device
 
 

@@ -14,6 +14,18 @@ def interpreting() -> bool:
 
 
 @cache
+def check_present(device: str) -> None:
+    """Raise LayoutError unless this process has the CUDA device."""
+    import torch
+
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or int(index) >= torch.cuda.device_count():
+        raise LayoutError(
+            f"plane.device: {device} is not here; torch finds {torch.cuda.device_count()} CUDA devices"
+        )
+
+
+@cache
 def enable_peer_access(device: str, other: str) -> None:
     """Let kernels on GPU ``device`` read and write the memory of GPU ``other`` of this process.
 
@@ -22,8 +34,8 @@ def enable_peer_access(device: str, other: str) -> None:
     """
     import torch
 
-    indices = [torch.device(name).index for name in (device, other)]
-    if max(indices) >= torch.cuda.device_count() or not torch.cuda.can_device_access_peer(*indices):
+    check_present(other)
+    if not torch.cuda.can_device_access_peer(torch.device(device), torch.device(other)):
         raise LayoutError(
             f"planes lie on different devices: {device} cannot reach the memory of {other}; "
             "stage one of them in host memory"

@@ -48,8 +48,10 @@ def pack_ids(ids: Iterable[int], num_blocks: int, name: str, destination: bool) 
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) >= MANY:
             return _pack_array(ids, num_blocks, name, destination)
         ids = ids.tolist()
+    elif hasattr(ids, "__array__"):
+        return pack_ids(_as_array(ids, name), num_blocks, name, destination)
     try:
-        packed = memoryview(array("i", ids))
+        packed = memoryview(array("i", ids if type(ids) is list else list(ids)))
     except TypeError as error:
         raise LayoutError(f"{name}: expected integers: {error}") from error
     except OverflowError as error:
@@ -62,6 +64,13 @@ def pack_ids(ids: Iterable[int], num_blocks: int, name: str, destination: bool) 
     if destination and len(set(packed)) != len(packed):
         _refuse_repeats(packed, name)
     return packed
+
+
+def _as_array(ids: Any, name: str) -> NDArray[Any]:
+    try:
+        return np.asarray(ids)
+    except (TypeError, RuntimeError) as error:
+        raise LayoutError(f"{name}: expected ids in host memory: {error}") from error
 
 
 def _pack_array(

@@ -6,6 +6,7 @@ blocks are spelled out in pages before they meet it. Pure.
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 from .errors import LayoutError
@@ -38,7 +39,7 @@ def split_ids(ids: Iterable[int], ratio: int) -> list[int]:
     if ratio < 1:
         raise LayoutError(f"pages in a block: expected >= 1, got {ratio}")
     return [
-        ABSENT if block == ABSENT else block * ratio + page
+        ABSENT if block == ABSENT else operator.index(block) * ratio + page
         for block in ids
         for page in range(ratio)
     ]

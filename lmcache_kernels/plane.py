@@ -65,7 +65,7 @@ class Plane:
     def __post_init__(self) -> None:
         if not self.bases:
             raise LayoutError("plane.bases: expected at least one row, got none")
-        if not _DEVICE.fullmatch(self.device):
+        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise LayoutError(
                 f"plane.device: expected a form such as cpu or cuda:0, got {self.device!r}"
             )
