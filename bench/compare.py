@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .results import OURS
+from .results import OURS, ResultError
 
 if TYPE_CHECKING:
     from .results import Document, Row
@@ -34,7 +34,15 @@ def changes(before: Document, after: Document) -> list[Change]:
 
 
 def compare(before: Document, after: Document) -> list[str]:
-    """The comparison as lines of text."""
+    """The comparison as lines of text.
+
+    Raises:
+        ResultError: results of two different benchmarks.
+    """
+    if before.benchmark != after.benchmark:
+        raise ResultError(
+            f"expected two results of one benchmark, got {before.benchmark} and {after.benchmark}"
+        )
     lines = [
         f"before: {before.machine.get('commit')} {before.machine.get('date')}",
         f"after:  {after.machine.get('commit')} {after.machine.get('date')}",

@@ -48,8 +48,31 @@ def render(documents: Sequence[Document]) -> str:
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
         f"<title>lmcache-kernels benchmarks</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        f"<h1>lmcache-kernels benchmarks</h1>\n{body}\n</body>\n</html>\n"
+        f"<h1>lmcache-kernels benchmarks</h1>\n<p>{escape(GLOSSARY)}</p>\n{body}\n</body>\n</html>\n"
     )
+
+
+ABOUT = {
+    "kernels": "Blocks of a paged KV cache gathered into chunks of 256 tokens lying one behind the "
+    "other, or scattered from them, inside GPU memory. The ceiling is a plain device copy of as many "
+    "bytes. Caches are cold, ids random unless a row says contiguous, and every byte is compared "
+    "before anything is timed.",
+    "peer": "Blocks of one GPU copied to other blocks of another GPU over NVLink. Pushed: the source's "
+    "GPU runs the kernel; pulled: the destination's. The ceiling is one peer copy of as many bytes. "
+    "Heads a-b: only these heads of the source, which are all that the destination has.",
+    "store_load": "Chunks through a server process and its shared memory. The ceiling is one copy of "
+    "as many bytes between pinned memory and the GPU.",
+    "host_cost": "What one call costs the host while the device keeps up: ids checked, packed and "
+    "brought to the device, kernel launched.",
+}
+
+GLOSSARY = (
+    "[2,B,N,H,D] is the shape of a layer's cache: 2 for K and V, B blocks, N tokens, H heads, D "
+    "elements a head; L is layers, a 2D at the end is K and V side by side. A run is what lies dense "
+    "in one piece on both sides. p20, p50 and p80 are over all rounds, in each of which every "
+    "contender runs once. ours is this library; a number below 1 under times as fast means that the "
+    "other was faster. docs/benchmarks.md says who the others are and how figures come about."
+)
 
 
 def _section(document: Document) -> str:
@@ -62,6 +85,7 @@ def _section(document: Document) -> str:
     return "\n".join(
         [
             f"<section><h2>{escape(document.benchmark)}</h2>",
+            f"<p>{escape(ABOUT.get(document.benchmark, ''))}</p>",
             _machine(document),
             legend(series),
             *charts,
@@ -112,7 +136,7 @@ def _times(rows: Sequence[Row]) -> str:
         f'<th scope="col">{name}</th>'
         for name in (
             *("case", "run, B", "who", "MB", "p20, us", "p50, us", "p80, us"),
-            *("GB/s", "of ceiling", "ours is faster, times", "bit-exact"),
+            *("GB/s", "of ceiling", "ours is times as fast", "bit-exact"),
         )
     )
     lines = "\n".join(_line(row, name) for row in rows for name in row.seconds)

@@ -23,6 +23,16 @@ def test_a_trial_becomes_a_row_that_is_exact_and_adds_up(tiny_trial, make_docume
     assert problems(make_document(row)) == []
 
 
+@pytest.mark.parametrize("direction", ["gather", "scatter"])
+def test_a_wrong_checksum_is_not_exact(direction, tiny_trial, monkeypatch):
+    trial = replace(tiny_trial, variant="checksum", direction=direction)
+    (row,) = kernels.run_on_host([trial], rounds=2)
+    assert row.bit_exact
+    monkeypatch.setattr(kernels, "unsigned", lambda row: sum(row) + 1)
+    (row,) = kernels.run_on_host([trial], rounds=2)
+    assert not row.bit_exact
+
+
 def test_beside_a_checksum_the_copy_without_one_is_timed(tiny_trial):
     (row,) = kernels.run_on_host([replace(tiny_trial, variant="checksum")], rounds=2)
     assert row.bit_exact

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -71,6 +73,14 @@ def test_compare_and_report_read_files(tmp_path, make_row, make_document, capsys
     assert "0.950 of plain" in capsys.readouterr().out
     assert command.main(["report", str(one), str(one), "-o", str(page)]) == 0
     assert page.read_text().count("<section>") == 2
+
+
+def test_results_of_two_benchmarks_are_not_compared(tmp_path, make_row, make_document, capsys):
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    write(make_document(make_row()), one)
+    write(replace(make_document(make_row()), benchmark="peer"), other)
+    assert command.main(["compare", str(one), str(other)]) == 2
+    assert "two results of one benchmark" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_result_is_an_error_in_words(tmp_path, capsys):
