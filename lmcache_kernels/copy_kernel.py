@@ -65,7 +65,7 @@ def _pick(index, v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12, v13, v14
     return tl.where(index < 8, first, tl.where(index < 12, low, high))
 
 
-_RUNTIME = ["first_tile", "end_tile", "num_inline"]
+_RUNTIME = ["num_rows", "first_tile", "end_tile", "num_inline"]
 _RUNTIME += [f"{side}{i}" for side in ("to", "from") for i in range(INLINE_IDS)]
 
 
@@ -80,6 +80,7 @@ def block_copy_kernel(
     legs,
     rows,
     sums,
+    num_rows: tl.int32,
     first_tile: tl.int32,
     end_tile: tl.int32,
     num_inline: tl.int32,
@@ -102,8 +103,8 @@ def block_copy_kernel(
 
     grid = (programs,), each program takes every ``programs``-th tile of
     (leg, row, BLOCKS ids, TOKENS tokens, HEADS heads, UNITS units). ``call`` int32, of this copy;
-    ``legs`` and ``rows`` int64, of the planes: see copy_tables. INLINE: there is one leg, and its
-    ids are the arguments ``to*`` and ``from*`` instead. Strides are in units of UNIT bytes.
+    ``legs`` and ``rows`` int64, of the planes: see copy_tables. INLINE: all legs have
+    the same ids, and these are the arguments ``to*`` and ``from*`` instead. Strides are in units of UNIT bytes.
     Nothing is written for a destination id below 0. FINGERPRINT 0: none; 1, 2: the destination's or
     source's planes are chunks, whose parts of a fingerprint ``sums`` int64[chunks, rows] gains.
     """
@@ -111,20 +112,19 @@ def block_copy_kernel(
     # Powers of two, so that the runs of a tile need no division.
     run = tl.arange(0, BLOCKS * TOKENS * HEADS)
     for tile in range(first_tile + tl.program_id(0), end_tile, tl.num_programs(0)):
-        if LEGS == 1:
-            which = 0
-        else:
-            starts = tl.load(call + tl.arange(0, LEGS) * _CALL_WORDS)
-            which = tl.sum((starts <= tile).to(tl.int32), axis=0) - 1
-        leg = legs + which * _LEG_WORDS
+        # Where the tiles of each leg begin, and which leg this one is of.
+        slot = tl.arange(0, LEGS)
         if INLINE:
             num_ids = num_inline
-            rest = tile
+            starts = tl.load(legs + slot * _LEG_WORDS + 15) * tl.cdiv(num_inline, BLOCKS)
         else:
-            header = call + which * _CALL_WORDS
-            num_ids = tl.load(header + 1)
-            ids = call + tl.load(header + 2)
-            rest = tile - tl.load(header)
+            starts = tl.load(call + slot * _CALL_WORDS).to(tl.int64)
+        which = tl.sum((starts <= tile).to(tl.int32), axis=0) - 1
+        rest = tile - tl.max(tl.where(starts <= tile, starts, 0), axis=0).to(tl.int32)
+        leg = legs + which * _LEG_WORDS
+        if not INLINE:
+            num_ids = tl.load(call + which * _CALL_WORDS + 1)
+            ids = call + tl.load(call + which * _CALL_WORDS + 2)
         num_tokens = tl.load(leg + 2).to(tl.int32)
         num_heads = tl.load(leg + 3).to(tl.int32)
         run_units = tl.load(leg + 4).to(tl.int32)
@@ -193,7 +193,7 @@ def block_copy_kernel(
             outer, start = (dst_outer, dst_inner) if FINGERPRINT == 1 else (src_outer, src_inner)
             start = start * UNIT + tl.load(rows + row * _ROW_WORDS + 2)
             products = _products(value, start, word * WORD_BYTES, WORD_BYTES)
-            target = sums + outer.to(tl.int64) * tl.load(leg + 15) + row
+            target = sums + outer.to(tl.int64) * num_rows + row
             if BLOCKS == 1:
                 total = tl.sum(products).to(tl.int64, bitcast=True)
                 tl.atomic_add(target, total, sem="relaxed")

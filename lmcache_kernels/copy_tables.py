@@ -7,7 +7,8 @@ once; ``call`` int32[legs * CALL_WORDS + ids] describes one copy. Strides are in
 table   words
 ======= ====================================================================================
 leg     first row, rows, tokens, heads, units of a run; then of the destination and of the
-        source: split, block stride, split stride, token stride, head stride; rows of all legs
+        source: split, block stride, split stride, token stride, head stride; how many tiles of
+        one group of ids lie in the legs before it
 row     address of the destination, of the source; place in the payload of a chunk, bytes
 call    first tile, ids, where the destination's ids stand (the source's stand behind them), 0
 ======= ====================================================================================
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from .copy_config import CopyConfig
     from .plane import Plane
 
 LEG_WORDS = 16
@@ -33,16 +35,19 @@ NO_TILE = (1 << 31) - 1
 """First tile of a leg that is not there."""
 
 
-def leg_table(legs: Sequence[tuple[Plane, Plane]], unit: int) -> list[int]:
-    """The ``legs`` table of coalesced (destination, source) pairs."""
-    total = sum(dst.rows for dst, _ in legs)
+def leg_table(
+    legs: Sequence[tuple[Plane, Plane]], unit: int, config: CopyConfig, slots: int
+) -> list[int]:
+    """The ``legs`` table of coalesced (destination, source) pairs, filled up to ``slots``."""
     words: list[int] = []
-    first = 0
+    first = tiles = 0
     for dst, src in legs:
         words += [first, dst.rows, dst.block_tokens, dst.num_heads, dst.width // unit]
-        words += [*_side(dst, unit), *_side(src, unit), total]
+        words += [*_side(dst, unit), *_side(src, unit), tiles]
         first += dst.rows
-    return words
+        tiles += config.tiles(dst, config.blocks, unit)
+    nothing = [0] * (LEG_WORDS - 1) + [NO_TILE]
+    return words + nothing * (slots - len(legs))
 
 
 def _side(plane: Plane, unit: int) -> tuple[int, ...]:

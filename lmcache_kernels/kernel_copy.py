@@ -59,13 +59,17 @@ class KernelCopy:
         pairs = [(leg.dst, leg.src) for leg in plan.legs]
         places = [place for leg in plan.legs for place in leg.places]
         legs, rows, self._ready = _upload(
-            leg_table(pairs, plan.unit), row_table(pairs, places), self._device
+            leg_table(pairs, plan.unit, self._config, self._slots),
+            row_table(pairs, places),
+            self._device,
         )
         self._tables = (legs, rows)
-        self._launch = launcher(legs, rows, self.constants(False), self._config)
+        self._launch = launcher(legs, rows, plan.rows, self.constants(False), self._config)
         self._launch_inline = None
-        if len(plan.legs) == 1:
-            self._launch_inline = launcher(legs, rows, self.constants(True), self._config)
+        if plan.groups == 1:
+            self._launch_inline = launcher(
+                legs, rows, plan.rows, self.constants(True), self._config
+            )
 
     def constants(self, inline: bool) -> dict[str, Any]:
         """What the kernel of this copy is compiled for."""

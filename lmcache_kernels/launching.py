@@ -65,22 +65,31 @@ def constants_of(
 
 
 def launcher(
-    legs: torch.Tensor, rows: torch.Tensor, constants: dict[str, Any], config: CopyConfig
+    legs: torch.Tensor,
+    rows: torch.Tensor,
+    num_rows: int,
+    constants: dict[str, Any],
+    config: CopyConfig,
 ) -> Launch:
     """The kernel made ready for two tables; compiles it if need be.
 
     Args:
         legs, rows: int64, see copy_tables; on the device that runs the copy. The caller keeps them
             alive.
+        num_rows: of all legs.
         constants: see :func:`constants_of`.
         config: number of warps and of programs.
     """
     make = _compiled if legs.is_cuda else _interpreted
-    return make(legs, rows, constants, config)
+    return make(legs, rows, num_rows, constants, config)
 
 
 def _interpreted(
-    legs: torch.Tensor, rows: torch.Tensor, constants: dict[str, Any], config: CopyConfig
+    legs: torch.Tensor,
+    rows: torch.Tensor,
+    num_rows: int,
+    constants: dict[str, Any],
+    config: CopyConfig,
 ) -> Launch:
     def launch(
         call: Any,
@@ -95,6 +104,7 @@ def _interpreted(
             legs,
             rows,
             legs if sums is None else sums,
+            num_rows,
             first,
             end,
             *inline,
@@ -105,7 +115,11 @@ def _interpreted(
 
 
 def _compiled(
-    legs: torch.Tensor, rows: torch.Tensor, constants: dict[str, Any], config: CopyConfig
+    legs: torch.Tensor,
+    rows: torch.Tensor,
+    num_rows: int,
+    constants: dict[str, Any],
+    config: CopyConfig,
 ) -> Launch:
     kernel = _kernel(legs.device.index, config.num_warps, tuple(constants.items()))
     run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
@@ -135,6 +149,7 @@ def _compiled(
             legs_at,
             rows_at,
             0 if sums is None else sums.data_ptr(),
+            num_rows,
             first,
             end,
             *inline,
@@ -153,6 +168,7 @@ def _kernel(device: int, num_warps: int, constants: tuple[tuple[str, Any], ...])
             torch.int64,
             torch.int64,
             torch.int64,
+            1,
             0,
             1,
             *NOT_INLINE,

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from planekit import expected_memory, fill_random, sides
 
-from lmcache_kernels import LayoutError, copy_blocks
+from lmcache_kernels import CacheGroup, LayoutError, copy_blocks
 from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.copying import PreparedCopy, prepare_copy
 from lmcache_kernels.fingerprint import unsigned
@@ -237,6 +237,31 @@ def test_groups_with_their_own_blocks_move_in_one_copy(device):
     assert torch.equal(oracle_chunk(target[1], [4]), oracle_chunk(source[1], [8]))
     with pytest.raises(LayoutError, match="expected 2 groups, got 1"):
         back.copy([0], [0])
+
+
+@pytest.mark.parametrize("count", [1, 5, 16, 17, 40])
+def test_planes_of_unlike_shapes_move_together(count, device):
+    """Values, scales and latents that share block ids; few ids and many; with fingerprints."""
+    shapes = [("kv_first_hnd", 3, 8), ("latent", 1, 2), ("latent", 1, 72)]
+    caches = [
+        make_cache(BY_NAME[name], blocks=48, tokens=2, heads=heads, dim=dim, device=device)
+        for name, heads, dim in shapes
+    ]
+    for index, cache in enumerate(caches):
+        cache.fill_random(index)
+    planes = tuple(group(cache).planes[0] for cache in caches)
+    layout = ChunkLayout.of([CacheGroup(planes, 2, "float16")], 2 * count)
+    memory, (chunk,), _ = chunk_memory(layout, 1, device)
+    copy = PreparedCopy([list(zip(chunk, planes, strict=True))], chunk_side="dst")
+    sums = torch.zeros((1, copy.plan.rows), dtype=torch.int64, device=device)
+    ids = torch.randperm(48, generator=torch.Generator().manual_seed(3)).tolist()[:count]
+    copy.copy(range(count), ids, sums=sums)
+    settle(device)
+    data = payload(memory, layout, 0)
+    for cache, plane in zip(caches, layout.groups[0], strict=True):
+        expected = oracle_chunk(cache, ids).numpy().tobytes()
+        assert data[plane.bases[0] :][: len(expected)] == expected
+    assert unsigned(sums[0].tolist()) == fingerprint_ref(without_gaps(data, layout))
 
 
 def test_many_legs_move_in_one_copy(device):
