@@ -65,6 +65,11 @@ class CopyPlan:
         pairs = [pair for group in groups for pair in group]
         if not pairs or not all(groups):
             raise LayoutError("groups: expected at least one pair of planes in each")
+        for plane in (plane for pair in pairs for plane in pair):
+            if not isinstance(plane, Plane):
+                raise LayoutError(
+                    f"expected a Plane, got {type(plane).__name__}; a group has its planes in .planes"
+                )
         for dst, src in pairs:
             check_compatible(dst, src)
         for side in (0, 1):

@@ -335,6 +335,8 @@ def test_planes_of_other_shapes_or_devices_never_mix(device):
     other = group(make_cache(BY_NAME["kv_first_nhd"], heads=2, device=device)).planes[0]
     with pytest.raises(LayoutError, match="num_heads: destination has 3, source has 2"):
         copy_blocks(plane, [0], other, [0])
+    with pytest.raises(LayoutError, match="expected a Plane, got CacheGroup"):
+        copy_blocks(group(cache), [0], plane, [1])
     elsewhere = Plane(**{**{n: getattr(plane, n) for n in Plane.__slots__}, "device": "cuda:7"})
     with pytest.raises(LayoutError, match=r"different devices|cuda:7 is not here"):
         copy_blocks(plane, [0], elsewhere, [0])

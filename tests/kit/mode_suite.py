@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cachekit import BY_NAME, POISON, make_cache, oracle_chunk, untouched_outside
@@ -442,3 +444,40 @@ def test_fault_a21_strides_at_the_edges_of_32_bits(stride, device):
     copy_blocks(plane_of(wide, "block dim"), [0, 2], plane_of(small, "block dim"), [1, 4])
     settle(device)
     assert torch.equal(wide[[0, 2]].cpu(), pattern[[2, 0]])
+
+
+# --- plans that cannot be ---------------------------------------------------------------------------
+
+
+def test_plans_that_cannot_be_are_refused(device):
+    cache = make_cache(BY_NAME["latent"], device=device)
+    (plane,) = group(cache).planes
+    layout = ChunkLayout.of([group(cache)], 8)
+    ((chunk,),) = layout.planes_at(1 << 20, device, chunks=2, stride=1 << 12)
+    ((apart,),) = layout.planes_at(1 << 20, device, chunks=2, stride=1 << 13)
+    ((far,),) = layout.planes_at(1 << 20, device, chunks=2, stride=1 << 40)
+    twice = replace(plane, bases=(plane.bases[0],) * 2)
+    huge = replace(
+        plane, bases=(1 << 20,), width=1 << 31, token_stride=1 << 31, block_stride=1 << 40
+    )
+    for groups, options, message in [
+        ([], {}, "at least one pair"),
+        ([[(plane, plane)], []], {}, "at least one pair"),
+        ([[(plane, plane)]], {"chunk_side": "destination"}, "expected dst, src or None"),
+        ([[(plane, plane)]], {"max_programs": 0}, "max_programs"),
+        ([[(plane, plane)]], {"max_programs": 1.5}, "max_programs"),
+        ([[(plane, plane)]], {"run_on": "cuda:5"}, "run_on: expected"),
+        ([[(twice, plane)]], {}, "two rows of one plane"),
+        ([[(huge, huge)]], {}, "runs of at most"),
+        ([[(chunk, plane), (apart, plane)]], {"chunk_side": "dst"}, "same chunks"),
+    ]:
+        with pytest.raises(LayoutError, match=message):
+            PreparedCopy(groups, **options)
+    PreparedCopy([[(far, plane)]], chunk_side="dst")  # gaps between chunks are no part of one
+
+
+@pytest.mark.parametrize("name", ["cuda", "cpu:0", "CPU", "", None, torch.device("cpu")])
+def test_devices_have_one_spelling(name, device):
+    (plane,) = group(make_cache(BY_NAME["latent"], device=device)).planes
+    with pytest.raises(LayoutError, match=r"plane\.device"):
+        replace(plane, device=name)
