@@ -78,12 +78,12 @@ class Axes:
         return [*(self.levels or ()), *itertools.chain(*self.folds)]
 
     def check_sizes(self, sizes: Mapping[str, int]) -> None:
-        """Raise LayoutError unless each size is at least 1 and of a word that is named once."""
+        """Raise LayoutError unless each size is an integer of at least 1 and of a word that is named once."""
         for word, size in sizes.items():
             if self.words.count(word) != 1:
                 raise self.error(f"a size is given for {word!r}, which is not named exactly once")
-            if size < 1:
-                raise self.error(f"size of {word!r}: expected >= 1, got {size}")
+            if not isinstance(size, int) or size < 1:
+                raise self.error(f"size of {word!r}: expected an integer >= 1, got {size!r}")
 
     def unfold(
         self, shape: Sequence[int], strides: Sequence[int], sizes: Mapping[str, int]

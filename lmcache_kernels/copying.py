@@ -133,7 +133,8 @@ class PreparedCopy:
         """Copy the blocks named, per group by destination and source ids; see :func:`copy_blocks`.
 
         Args:
-            ids: a pair of lists a group.
+            ids: a pair of lists a group. Where groups share memory, that no block of one is a
+                destination in another is the caller's to see to.
             sums: with a ``chunk_side``: int64[chunks, rows] on the device that copies; each entry
                 gains, modulo 2**64, what that row of that chunk adds to the chunk's fingerprint.
                 Of source chunks that includes blocks that are left out.
