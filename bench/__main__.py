@@ -15,7 +15,7 @@ from .options import Options
 from .report import render
 from .results import SCHEMA, Document, ResultError, read, write
 
-BENCHMARKS = ("kernels", "peer", "store_load", "host_cost")
+BENCHMARKS = ("kernels", "peer", "store_load", "host_cost", "sweep")
 DEVICES = {"peer": 2}
 """How many GPUs a benchmark needs, where that is not one."""
 

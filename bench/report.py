@@ -62,6 +62,7 @@ ABOUT = {
     "Heads a-b: only these heads of the source, which are all that the destination has.",
     "store_load": "Chunks through a server process and its shared memory. The ceiling is one copy of "
     "as many bytes between pinned memory and the GPU.",
+    "sweep": "Tile shapes of the kernel against each other; ours is the one the library picks.",
     "host_cost": "What one call costs the host while the device keeps up: ids checked, packed and "
     "brought to the device, kernel launched.",
 }

@@ -69,16 +69,20 @@ def choose_config(plane: Plane, unit: int, max_programs: int | None) -> CopyConf
         unit: bytes of one access.
         max_programs: bound on the grid; None: one program a tile.
     """
-    tile_bytes, num_warps = TILE_BYTES, TILE_WARPS
-    if max_programs is not None:
-        tile_bytes, num_warps = BOUNDED_TILE_BYTES, BOUNDED_TILE_WARPS
+    if max_programs is None:
+        return tile_of(plane, unit, TILE_BYTES, TILE_WARPS, MAX_GRID)
+    return tile_of(plane, unit, BOUNDED_TILE_BYTES, BOUNDED_TILE_WARPS, max_programs)
+
+
+def tile_of(plane: Plane, unit: int, tile_bytes: int, num_warps: int, programs: int) -> CopyConfig:
+    """The tile of a given size: as much of a run as fits, then heads, tokens and blocks."""
     # A tile of narrow accesses holds as many of them, not as many bytes.
     room = tile_bytes // 16
     units = _units(plane.width // unit, room)
     heads = min(room // units, _power_of_two_at_least(plane.num_heads))
     tokens = min(room // units // heads, _power_of_two_at_least(plane.block_tokens))
     blocks = room // units // heads // tokens
-    return CopyConfig(blocks, tokens, heads, units, num_warps, max_programs or MAX_GRID)
+    return CopyConfig(blocks, tokens, heads, units, num_warps, programs)
 
 
 def _units(run_units: int, room: int) -> int:

@@ -17,6 +17,7 @@ from .launching import NOT_INLINE, constants_of, launcher
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from .copy_config import CopyConfig
     from .copy_plan import CopyPlan
     from .ids import IdBuffer
     from .launching import Launch
@@ -37,17 +38,24 @@ class KernelCopy:
         device: whose current stream gets the launches.
         max_programs: bound on the grid of a launch, or None.
         max_launch_bytes: bound on the payload of a launch.
+        config: tile and grid, instead of what :func:`choose_config` picks.
     """
 
     def __init__(
-        self, plan: CopyPlan, device: str, *, max_programs: int | None, max_launch_bytes: int
+        self,
+        plan: CopyPlan,
+        device: str,
+        *,
+        max_programs: int | None,
+        max_launch_bytes: int,
+        config: CopyConfig | None = None,
     ) -> None:
         self._legs = plan.legs
         self._unit = plan.unit
         self._chunk_side = plan.chunk_side
         # One tile shape for all legs; the one that moves most per block decides.
         most = max((leg.dst for leg in plan.legs), key=lambda plane: plane.rows * plane.block_bytes)
-        self._config = choose_config(most, plan.unit, max_programs)
+        self._config = config or choose_config(most, plan.unit, max_programs)
         self._tiles_per_launch = max(1, max_launch_bytes // self._config.tile_bytes(plan.unit))
         self._slots = 1 << (len(plan.legs) - 1).bit_length()
         self._counts: list[int] = []
