@@ -29,8 +29,11 @@ MAX_PAYLOAD = 1 << 34
 
 _MODULUS = 1 << 64
 
-_PIECE_WORDS = 1 << 16
-"""Words whose keys are made at a time: 512 KiB, so that they stay in a core's cache."""
+_PIECE_WORDS = 1 << 15
+"""Words whose keys are made at a time: 256 KiB of them stay in a core's cache."""
+
+_STEPS = np.arange(_PIECE_WORDS, dtype=np.uint64) * np.uint64(KEY_MULTIPLIER)
+"""What the words of a piece add to the x of its first."""
 
 
 def fingerprint(data: memoryview | bytes, place: int = 0) -> int:
@@ -40,14 +43,14 @@ def fingerprint(data: memoryview | bytes, place: int = 0) -> int:
     if lead or whole != len(data):
         data = bytes(lead) + bytes(data) + bytes(whole - lead - len(data))
     words = np.frombuffer(data, dtype="<u4")
-    first = place // 4
     total = 0
     for start in range(0, len(words), _PIECE_WORDS):
-        piece = words[start : start + _PIECE_WORDS].astype(np.uint64)
-        places = np.arange(first + start, first + start + len(piece), dtype=np.uint64)
-        keys = places * np.uint64(KEY_MULTIPLIER)
-        keys = (keys ^ (keys >> np.uint64(KEY_SHIFT))) | np.uint64(1)
-        total += int(np.dot(piece, keys))
+        piece = words[start : start + _PIECE_WORDS]
+        first = (place // 4 + start) * KEY_MULTIPLIER % _MODULUS
+        keys = _STEPS[: len(piece)] + np.uint64(first)
+        keys ^= keys >> np.uint64(KEY_SHIFT)
+        keys |= np.uint64(1)
+        total += int(np.dot(piece.astype(np.uint64), keys))
     return total % _MODULUS
 
 

@@ -112,12 +112,27 @@ def _row(plane: Plane, row: int, unit: int) -> NDArray[Any]:
 def _add_fingerprints(
     sums: NDArray[np.int64], chunk: Plane, places: Sequence[int], blocks: Sequence[int]
 ) -> None:
-    """Blocks of the chunk side are dense, so each is one stretch of its payload."""
+    """Blocks of the chunk side are dense, so neighbours often are one stretch of its payload."""
+    stretches = list(_stretches(blocks, chunk.split, chunk.split_stride == chunk.block_bytes))
     for row, (base, place) in enumerate(zip(chunk.bases, places, strict=True)):
-        for block in blocks:
-            which, inside = divmod(block, chunk.split)
-            memory = (ctypes.c_char * chunk.block_bytes).from_address(
-                base + chunk.block_offset(block)
+        for first, count in stretches:
+            which, inside = divmod(first, chunk.split)
+            memory = (ctypes.c_char * (count * chunk.block_bytes)).from_address(
+                base + chunk.block_offset(first)
             )
             part = fingerprint(memoryview(memory).cast("B"), place + inside * chunk.split_stride)
             sums[which, row] = signed(int(sums[which, row]) + part)
+
+
+def _stretches(blocks: Sequence[int], split: int, dense: bool) -> Iterator[tuple[int, int]]:
+    """(first, count) of blocks that follow each other inside one chunk."""
+    first = count = 0
+    for block in blocks:
+        if count and dense and block == first + count and block % split:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first, count = block, 1
+    if count:
+        yield first, count
