@@ -103,8 +103,8 @@ def block_copy_kernel(
 
     grid = (programs,), each program takes every ``programs``-th tile of
     (leg, row, BLOCKS ids, TOKENS tokens, HEADS heads, UNITS units). ``call`` int32, of this copy;
-    ``legs`` and ``rows`` int64, of the planes: see copy_tables. INLINE: all legs have
-    the same ids, and these are the arguments ``to*`` and ``from*`` instead. Strides are in units of UNIT bytes.
+    ``legs`` and ``rows`` int64, of the planes: see copy_tables. INLINE: all legs have the same ids,
+    and these are the arguments ``to*`` and ``from*`` instead. Strides are in units of UNIT bytes.
     Nothing is written for a destination id below 0. FINGERPRINT 0: none; 1, 2: the destination's or
     source's planes are chunks, whose parts of a fingerprint ``sums`` int64[chunks, rows] gains.
     """
