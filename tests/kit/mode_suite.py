@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from cachekit import BY_NAME, POISON, make_cache, oracle_chunk, untouched_outsid
 from copy_suite import group, settle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planekit import expected_memory, fill_random, sides
+from planekit import chunks_of, expected_memory, fill_random, sides
 
 from lmcache_kernels import CacheGroup, LayoutError, copy_blocks
 from lmcache_kernels.chunk_layout import ChunkLayout
@@ -323,6 +324,60 @@ def test_a_gather_knows_the_fingerprint_of_its_chunks(programs, device):
         caches, layout, [[5, 1, 6, 0], [8, 2, 3, 7]], device, max_programs=programs
     )
     assert found == [fingerprint_ref(without_gaps(data, layout)) for data in payloads]
+
+
+shapes = st.tuples(
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 3, 4, 8, 16, 20, 48, 272]),
+)
+
+
+@many_examples
+@given(data=st.data())
+def test_any_plan_moves_its_bytes_and_knows_their_fingerprints(data, device):
+    """Groups of planes of any shapes between caches and chunks with gaps, either way, some blocks
+    left out, few ids and many."""
+    draw = data.draw
+    kinds = draw(st.lists(st.lists(shapes, min_size=1, max_size=2), min_size=1, max_size=3))
+    chunks = draw(chunks_of(kinds, device), "chunks")
+    caches = [[draw(sides(shape, device)) for shape in group] for group in kinds]
+    chunk_side = draw(st.sampled_from(["dst", "src"]), "side")
+    fill_random(chunks.memory, 1)
+    for cache in itertools.chain(*caches):
+        fill_random(cache.memory, 2)
+    pairs, ids, named = [], [], []
+    for cache_group, chunk_group in zip(caches, chunks.groups, strict=True):
+        blocks = min(cache.plane.num_blocks for cache in cache_group)
+        inside = draw(st.permutations(range(chunk_group[0].plane.num_blocks)), "inside")
+        outside = draw(st.permutations(range(blocks)), "outside")
+        count = draw(st.integers(0, min(len(inside), len(outside))), "count")
+        inside, outside = inside[:count], outside[:count]
+        to, origin = (inside, outside) if chunk_side == "dst" else (outside, inside)
+        to = [draw(st.sampled_from([block, block, block, ABSENT])) for block in to]
+        ids.append((to, origin))
+        named.append(origin if chunk_side == "src" else [block for block in to if block != ABSENT])
+        both = list(zip(chunk_group, cache_group, strict=True))
+        pairs.append(both if chunk_side == "dst" else [pair[::-1] for pair in both])
+    expected = {}
+    for legs, (to, origin) in zip(pairs, ids, strict=True):
+        for dst, src in legs:
+            before = expected.get(id(dst.memory))
+            expected[id(dst.memory)] = expected_memory(dst, to, src, origin, before)
+    copy = PreparedCopy(
+        [[(dst.plane, src.plane) for dst, src in legs] for legs in pairs],
+        chunk_side=chunk_side,
+        max_programs=draw(st.sampled_from([None, 2]), "programs"),
+        max_launch_bytes=draw(st.sampled_from([1, 4000, 1 << 20]), "launch"),
+    )
+    sums = torch.zeros((chunks.count, copy.plan.rows), dtype=torch.int64, device=device)
+    copy.copy_groups(ids, sums=sums)
+    settle(device)
+    for dst, _ in itertools.chain(*pairs):
+        assert torch.equal(dst.memory.cpu(), expected[id(dst.memory)].cpu())
+    for chunk, parts in enumerate(sums.tolist()):
+        assert unsigned(parts) == fingerprint_ref(chunks.bytes_of(chunk, named, chunks.memory))
 
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 4])

@@ -64,9 +64,16 @@ def sides(draw, shape, device: str):
     return Side(plane, memory)
 
 
-def expected_memory(dst: Side, dst_ids: list[int], src: Side, src_ids: list[int]) -> torch.Tensor:
-    """The destination's memory after the copy, one run after the other."""
-    after, before = dst.memory.cpu().clone(), src.memory.cpu()
+def expected_memory(
+    dst: Side,
+    dst_ids: list[int],
+    src: Side,
+    src_ids: list[int],
+    start: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The destination's memory after the copy, one run after the other; ``start``: before it."""
+    after = (dst.memory if start is None else start).cpu().clone()
+    before = src.memory.cpu()
     plane = dst.plane
     for (to, origin), row, token, head in itertools.product(
         list(zip(dst_ids, src_ids, strict=True)),
@@ -82,3 +89,71 @@ def expected_memory(dst: Side, dst_ids: list[int], src: Side, src_ids: list[int]
 def fill_random(memory: torch.Tensor, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8, generator=generator))
+
+
+@dataclass
+class Chunks:
+    """Whole chunks in one piece of memory: per group the sides of its planes, all over that memory."""
+
+    groups: list[list[Side]]
+    blocks: list[int]  # of a chunk, per group
+    memory: torch.Tensor
+    payload: int  # bytes
+    count: int
+
+    def bytes_of(self, chunk: int, named: list[list[int]], memory: torch.Tensor) -> bytes:
+        """A chunk's payload where only the blocks ``named`` per group are not zero."""
+        found = bytearray(self.payload)
+        start = min(side.plane.bases[0] for group in self.groups for side in group)
+        for sides_, blocks, ids in zip(self.groups, self.blocks, named, strict=True):
+            for block in (block for block in ids if block // blocks == chunk):
+                for side in sides_:
+                    plane = side.plane
+                    for row, base in enumerate(plane.bases):
+                        at = side.run_at(row, block, 0, 0).start
+                        place = base - start + block % blocks * plane.split_stride
+                        found[place : place + plane.block_bytes] = (
+                            memory[at : at + plane.block_bytes].cpu().numpy().tobytes()
+                        )
+        return bytes(found)
+
+
+@st.composite
+def chunks_of(draw, shapes, device: str):
+    """Chunks for groups of planes of the given (rows, tokens, heads, width), with gaps anywhere."""
+    count = draw(st.integers(1, 3))
+    blocks = [draw(st.integers(1, 3)) for _ in shapes]
+    offset, laid = 0, []
+    for group, per_chunk in zip(shapes, blocks, strict=True):
+        for rows, tokens, heads, width in group:
+            if laid:  # planes begin where a word does
+                offset = -(-offset // 4) * 4 + draw(st.sampled_from([0, 0, 4, 512]))
+            laid.append((offset, rows, tokens, heads, width, per_chunk))
+            offset += rows * per_chunk * tokens * heads * width
+    payload = -(-offset // 4) * 4
+    stride = payload + draw(st.sampled_from([0, 4, 64]))
+    lead = 64 + draw(st.sampled_from([0, 4, 16]))
+    memory = torch.full((lead + count * stride + 64,), POISON, dtype=torch.uint8).to(device)
+    planes = []
+    for start, rows, tokens, heads, width, per_chunk in laid:
+        size = tokens * heads * width
+        first = memory.data_ptr() + lead + start
+        plane = Plane(
+            bases=tuple(first + row * per_chunk * size for row in range(rows)),
+            num_blocks=count * per_chunk,
+            block_tokens=tokens,
+            num_heads=heads,
+            width=width,
+            block_stride=stride,
+            token_stride=heads * width,
+            head_stride=width,
+            device=device,
+            split=per_chunk,
+            split_stride=size,
+        )
+        planes.append(Side(plane, memory))
+    groups, at = [], 0
+    for group in shapes:
+        groups.append(planes[at : at + len(group)])
+        at += len(group)
+    return Chunks(groups, blocks, memory, payload, count)
