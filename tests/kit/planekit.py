@@ -101,21 +101,23 @@ class Chunks:
     payload: int  # bytes
     count: int
 
-    def bytes_of(self, chunk: int, named: list[list[int]], memory: torch.Tensor) -> bytes:
-        """A chunk's payload where only the blocks ``named`` per group are not zero."""
-        found = bytearray(self.payload)
+    def rows_of(self, chunk: int, named: list[list[int]]) -> list[bytes]:
+        """Per row, a chunk's payload where only that row of the blocks ``named`` is not zero."""
+        found = []
         start = min(side.plane.bases[0] for group in self.groups for side in group)
         for sides_, blocks, ids in zip(self.groups, self.blocks, named, strict=True):
-            for block in (block for block in ids if block // blocks == chunk):
-                for side in sides_:
-                    plane = side.plane
-                    for row, base in enumerate(plane.bases):
+            for side in sides_:
+                plane = side.plane
+                for row, base in enumerate(plane.bases):
+                    payload = bytearray(self.payload)
+                    for block in (block for block in ids if block // blocks == chunk):
                         at = side.run_at(row, block, 0, 0).start
                         place = base - start + block % blocks * plane.split_stride
-                        found[place : place + plane.block_bytes] = (
-                            memory[at : at + plane.block_bytes].cpu().numpy().tobytes()
+                        payload[place : place + plane.block_bytes] = (
+                            side.memory[at : at + plane.block_bytes].cpu().numpy().tobytes()
                         )
-        return bytes(found)
+                    found.append(bytes(payload))
+        return found
 
 
 @st.composite
