@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from lmcache_kernels.adapters.messaging.client import CacheClient
 from lmcache_kernels.errors import ConfigError, KVTransferError
+from lmcache_kernels.pages import pages_per_block
 from lmcache_kernels.transfer.context import EngineDrivenContext
 
 from .config import PREFIX, ConnectorConfig
@@ -183,7 +184,11 @@ class LMCacheKernelsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
             max_programs=self._config.max_programs or None,
         )
         self._shard = context.shard
-        self._worker = WorkerSide(context, writer=held.writer)
+        pages = [
+            pages_per_block(shape.block_tokens, group.block_tokens)
+            for shape, group in zip(self._groups, groups, strict=True)
+        ]
+        self._worker = WorkerSide(context, writer=held.writer, pages=pages)
         try:
             context.register()
         except KVTransferError as error:

@@ -125,18 +125,28 @@ def _describe(
             )
         return opaque, list(specs)
     alike: dict[tuple[object, ...], list[str]] = {}
+    pages = set()
     for name, spec in specs.items():
         tensor = kv_caches[name]
-        axes = "" if _is_indexer(tensor) else axes_of(tensor, spec, num_blocks)
+        axes = axes_of(tensor, spec, num_blocks)
+        pages.add(tensor.shape[axes.split().index("block")] // num_blocks)
+        axes = "" if _is_indexer(tensor) else axes
         alike.setdefault((axes, tensor.shape, tensor.stride(), tensor.dtype), []).append(name)
+    if len(pages) > 1:
+        raise LayoutError(
+            f"layers {', '.join(specs)}: expected attention kernels that cut blocks alike, got "
+            f"{sorted(pages)} pages a block"
+        )
+    # The smallest page is what planes describe; whoever has ids of blocks spells them out.
+    page_tokens = first_spec.block_size // pages.pop()
     planes: list[Plane] = []
     for (layout, *_), names in alike.items():
         tensors = [kv_caches[name] for name in names]
         if layout:
             planes.append(plane_of(tensors, str(layout)))
         else:
-            planes += blocked_group_of(tensors, first_spec.block_size, INDEXER_WIDTHS).planes
-    described = CacheGroup(tuple(planes), first_spec.block_size, dtype_name(kv_caches[first_name]))
+            planes += blocked_group_of(tensors, page_tokens, INDEXER_WIDTHS).planes
+    described = CacheGroup(tuple(planes), page_tokens, dtype_name(kv_caches[first_name]))
     return described, [name for names in alike.values() for name in names]
 
 
@@ -155,8 +165,8 @@ def axes_of(tensor: torch.Tensor, spec: Any, num_blocks: int) -> str:
         raise LayoutError(
             f"KV cache of shape {tuple(tensor.shape)} stride {tensor.stride()}: expected one of "
             f"{list(LAYOUTS)} for {num_blocks} blocks of {spec.block_size} tokens, "
-            f"{spec.num_kv_heads} heads of {spec.head_size}; {len(fitting)} fit. (Blocks that the "
-            "attention kernel splits into smaller ones are not supported.)"
+            f"{spec.num_kv_heads} heads of {spec.head_size}, or for pages that make such blocks; "
+            f"{len(fitting)} fit"
         )
     return fitting[0]
 
@@ -164,5 +174,12 @@ def axes_of(tensor: torch.Tensor, spec: Any, num_blocks: int) -> str:
 def _fits(shape: Sequence[int], axes: list[str], spec: Any, num_blocks: int) -> bool:
     if len(shape) != len(axes):
         return False
-    exact = {"block": num_blocks, "kv": 2, "head": spec.num_kv_heads, "token": spec.block_size}
-    return all(axis == "dim" or shape[i] == exact[axis] for i, axis in enumerate(axes))
+    extent = dict(zip(axes, shape, strict=True))
+    pages, rest = divmod(extent["block"], num_blocks)
+    return (
+        pages >= 1
+        and rest == 0
+        and extent["token"] * pages == spec.block_size
+        and extent.get("kv", 2) == 2
+        and extent.get("head", spec.num_kv_heads) == spec.num_kv_heads
+    )

@@ -7,11 +7,12 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from lmcache_kernels.ids import ABSENT
+from lmcache_kernels.pages import split_ids
 
 from .jobs import StepReport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from lmcache_kernels.transfer.context import EngineDrivenContext
     from lmcache_kernels.transfer.store_transfer import StoreTransfer
@@ -27,13 +28,21 @@ class WorkerSide:
     Args:
         context: of this worker's cache.
         writer: whether this worker stores; ranks that hold copies of the same heads do not.
+        pages: per group, pages of the context that make one of the engine's blocks; the attention
+            kernel may cut blocks into smaller ones.
         fence_timeout: seconds a step waits for the gather of a store whose blocks it overwrites.
     """
 
     def __init__(
-        self, context: EngineDrivenContext, *, writer: bool, fence_timeout: float = 5.0
+        self,
+        context: EngineDrivenContext,
+        *,
+        writer: bool,
+        pages: Sequence[int],
+        fence_timeout: float = 5.0,
     ) -> None:
         self._context = context
+        self._pages = pages
         self._writer = writer
         self._fence_timeout = fence_timeout
         self._ordered: list[StoreJob] = []
@@ -63,7 +72,7 @@ class WorkerSide:
     def _start_load(self, job: LoadJob) -> Future[int]:
         try:
             return self._context.submit_retrieve(
-                job.digests, job.block_ids, skip_first_n_tokens=job.skip_tokens
+                job.digests, self._pages_of(job), skip_first_n_tokens=job.skip_tokens
             )
         except Exception as error:  # whatever it was, recomputing is right
             failed: Future[int] = Future()
@@ -86,7 +95,9 @@ class WorkerSide:
                 self._over(job.job_id)
                 continue
             try:
-                self._stores[job.job_id] = self._context.submit_store(job.digests, job.block_ids)
+                self._stores[job.job_id] = self._context.submit_store(
+                    job.digests, self._pages_of(job)
+                )
             except Exception as error:  # whatever it was, not storing is right
                 logger.warning("store %d was refused: %s", job.job_id, error)
                 self._over(job.job_id)
@@ -125,13 +136,17 @@ class WorkerSide:
 
     def _blocks_from(self, job: LoadJob, chunk: int) -> Iterable[int]:
         """Blocks of the load's chunks from number ``chunk`` on that it should have filled."""
-        for ids, per_chunk in zip(
-            job.block_ids, self._context.layout.blocks_per_chunk, strict=True
+        for ids, per_chunk_pages, pages in zip(
+            job.block_ids, self._context.layout.blocks_per_chunk, self._pages, strict=True
         ):
+            per_chunk = per_chunk_pages // pages
             skip = job.skip_tokens // (self._context.layout.chunk_tokens // per_chunk)
             for block in ids[max(chunk * per_chunk, skip) :]:
                 if block != ABSENT:
                     yield block
+
+    def _pages_of(self, job: LoadJob | StoreJob) -> list[list[int]]:
+        return [split_ids(ids, n) for ids, n in zip(job.block_ids, self._pages, strict=True)]
 
     def _over(self, job_id: int) -> None:
         self._report.over[job_id] = 1

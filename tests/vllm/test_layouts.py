@@ -62,7 +62,7 @@ def test_every_known_shape_has_its_axes(shape, spec, axes):
 
 @pytest.mark.parametrize(
     "shape",
-    [(10, 4, 16, 16), (20, 3, 8, 16), (10, 16, 3, 16), (10, 16 * 3 * 16), (3, 10, 16, 3, 8)],
+    [(10, 4, 16, 16), (20, 3, 16, 16), (10, 16, 3, 16), (10, 16 * 3 * 16), (3, 10, 16, 3, 8)],
 )
 def test_an_unknown_shape_is_refused_naming_it(shape):
     with pytest.raises(LayoutError, match=r"shape \(.*\) stride \(.*0 fit"):
@@ -184,3 +184,31 @@ def test_layers_that_engines_stride_differently_never_pass_for_each_other():
     assert one[0] == other[0]
     assert one[1] == [["l0", "l2", "l1", "l3"]]
     assert other[1] == [["l0", "l1", "l2", "l3"]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "page_tokens"),
+    [
+        ((10, 3, 20, 16), 20),
+        ((50, 3, 4, 16), 4),
+        ((2, 20, 10, 3, 8), 10),
+        ((200, 3, 1, 16), 1),
+    ],
+)
+def test_fault_a05_blocks_may_be_several_pages_of_the_attention_kernel(shape, page_tokens):
+    """Planes describe the pages that the tensors have, whatever the scheduler counts."""
+    (group,), _ = describe_groups(config((full(tokens=20), ["a"])), {"a": torch.zeros(shape)}, {})
+    assert group.block_tokens == page_tokens
+    assert group.num_blocks == 10 * 20 // page_tokens
+
+
+@pytest.mark.parametrize("shape", [(40, 3, 4, 16), (50, 3, 5, 16), (55, 3, 4, 16), (70, 3, 3, 16)])
+def test_fault_a05_pages_that_make_no_whole_blocks_are_refused(shape):
+    with pytest.raises(LayoutError, match="0 fit"):
+        describe_groups(config((full(tokens=20), ["a"])), {"a": torch.zeros(shape)}, {})
+
+
+def test_layers_of_one_group_are_cut_alike():
+    caches = {"a": torch.zeros(50, 3, 4, 16), "b": torch.zeros(20, 3, 10, 16)}
+    with pytest.raises(LayoutError, match=r"cut blocks alike, got \[2, 5\] pages a block"):
+        describe_groups(config((full(tokens=20), ["a", "b"])), caches, {})

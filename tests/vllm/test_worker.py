@@ -10,6 +10,7 @@ from cachekit import BY_NAME, make_cache, oracle_chunk, untouched_outside
 
 from lmcache_kernels.adapters.vllm.jobs import LoadJob, StepJobs, StoreJob
 from lmcache_kernels.adapters.vllm.worker import WorkerSide
+from lmcache_kernels.ids import ABSENT
 from lmcache_kernels.transfer.context import EngineDrivenContext
 from lmcache_kernels.transfer.embedded import EmbeddedCache
 from lmcache_kernels.transfer.keys import shard_id
@@ -36,7 +37,7 @@ def pages():
 def make(cache, pages):
     contexts = []
 
-    def build(*, writer=True):
+    def build(*, writer=True, per_block=1):
         context = EngineDrivenContext(
             [group_of(pages.tensors, pages.axes)],
             chunk_tokens=CHUNK,
@@ -45,7 +46,7 @@ def make(cache, pages):
             port=cache,
         )
         contexts.append(context)
-        return WorkerSide(context, writer=writer)
+        return WorkerSide(context, writer=writer, pages=[per_block])
 
     yield build
     for context in contexts:
@@ -198,3 +199,21 @@ def test_closing_twice_is_fine_and_fencing_unknown_jobs_too(make):
     worker.fence(StepJobs(fence=[1, 77]))
     worker.close()
     worker.close()
+
+
+def test_fault_a05_blocks_that_the_attention_kernel_cuts_into_pages(make, pages):
+    """The scheduler counts blocks of two pages; loads fill and failures name whole blocks."""
+    worker = make(per_block=2)
+    digests = names(2)
+    run_stores(worker, stores((1, digests, [[3, 0]])))
+    worker.start_loads(loads((2, "r", digests, [[10, 6]], 0)))
+    worker.poll()
+    assert torch.equal(oracle_chunk(pages, [20, 21, 12, 13]), oracle_chunk(pages, [6, 7, 0, 1]))
+    assert worker.take_bad_blocks() == set()
+    worker.start_loads(loads((3, "r", [digests[0], *names(1)], [[9, 8]], 0)))
+    worker.poll()
+    assert torch.equal(oracle_chunk(pages, [18, 19]), oracle_chunk(pages, [6, 7]))
+    assert worker.take_bad_blocks() == {8}
+    worker.start_loads(loads((4, "r", names(2), [[ABSENT, 5]], 0)))
+    worker.poll()
+    assert worker.take_bad_blocks() == {5}
