@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from copy_suite import *  # noqa: F403
+from fingerprint_suite import *  # noqa: F403
 from mode_suite import *  # noqa: F403
 
 

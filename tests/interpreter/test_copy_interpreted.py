@@ -6,6 +6,7 @@ import os
 
 import pytest
 from copy_suite import *  # noqa: F403
+from fingerprint_suite import *  # noqa: F403
 from mode_suite import *  # noqa: F403
 
 pytestmark = pytest.mark.skipif(
