@@ -12,10 +12,18 @@ if TYPE_CHECKING:
     from lmcache_kernels.chunk_layout import ChunkLayout
 
 FULL = settings.get_current_profile_name() == "full"
-many_examples = settings(
-    max_examples=10_000 if FULL else 300,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+
+
+def examples(usual: int, full: int = 10_000) -> settings:
+    return settings(
+        max_examples=full if FULL else usual,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
+
+
+many_examples = examples(300)
+# Nearly every plan is compiled anew where there is a GPU.
+many_plans = examples(60 if torch.cuda.is_available() else 300)
 
 
 def chunk_memory(layout: ChunkLayout, chunks: int, device: str, gap: int = 512):

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from cachekit import BY_NAME, POISON, make_cache, untouched_outside
-from chunkkit import chunk_memory, hybrid, many_examples, payload, without_gaps
+from chunkkit import chunk_memory, hybrid, many_plans, payload, without_gaps
 from copy_suite import group, settle
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,7 +57,8 @@ shapes = st.tuples(
 )
 
 
-@many_examples
+@pytest.mark.timeout(600)
+@many_plans
 @given(data=st.data())
 def test_any_plan_moves_its_bytes_and_knows_their_fingerprints(data, device):
     """Groups of planes of any shapes between caches and chunks with gaps, either way, some blocks

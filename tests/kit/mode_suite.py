@@ -23,6 +23,7 @@ from lmcache_kernels.reference import fingerprint_ref
 from lmcache_kernels.views import plane_of
 
 
+@pytest.mark.timeout(600)
 @many_examples
 @given(data=st.data())
 def test_any_two_planes_of_one_shape_exchange_blocks(data, device):
