@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from .options import Options
-    from .timing import Clock
+    from .timing import Clock, Spread
     from .trials import Trial
     from .workload import Workload
 
@@ -105,6 +105,18 @@ def _measure(work: Workload, rounds: int, clock: Clock) -> Row:
     if trial.variant != "plain":
         others.append(Contender(UNCHANGED, OURS_BY_VARIANT["plain"](work), work.moved))
     contenders = [Contender(OURS, ours, work.moved), *others]
+    return row_of(work, contenders, measure(contenders, rounds, clock), exact, absent)
+
+
+def row_of(
+    work: Workload,
+    contenders: Iterable[Contender],
+    seconds: dict[str, Spread],
+    exact: bool,
+    absent: dict[str, str],
+) -> Row:
+    """The row of a copy inside one memory."""
+    trial = work.trial
     return with_ratios(
         Row(
             case=trial.case.name,
@@ -117,8 +129,8 @@ def _measure(work: Workload, rounds: int, clock: Clock) -> Row:
             bit_exact=exact,
             traffic=2,
             ceiling=CEILING,
-            seconds=measure(contenders, rounds, clock),
-            moved={c.name: c.moved for c in others if c.moved != work.moved},
+            seconds=seconds,
+            moved={c.name: c.moved for c in contenders if c.moved != work.moved},
             absent=absent,
         )
     )

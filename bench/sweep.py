@@ -17,8 +17,8 @@ from lmcache_kernels.kernel_copy import KernelCopy
 
 from . import cases
 from .cases import Case
-from .kernels import CEILING
-from .results import OURS, Row, with_ratios
+from .kernels import CEILING, row_of
+from .results import OURS
 from .timing import Contender, DeviceClock, measure
 from .trials import DIRECTIONS, Trial
 from .workload import set_up
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from lmcache_kernels.copy_config import CopyConfig
+    from lmcache_kernels.copy_plan import Side
 
     from .options import Options
+    from .results import Row
     from .timing import Clock
     from .workload import Workload
 
@@ -69,7 +71,7 @@ def run(options: Options, device: str = "cuda:0") -> list[Row]:
 
 def measure_tiles(work: Workload, rounds: int, clock: Clock) -> Row:
     trial = work.trial
-    chunk_side = None if trial.variant == "plain" else "dst" if work.gathers else "src"
+    chunk_side: Side | None = None if trial.variant == "plain" else "dst" if work.gathers else "src"
     plan = CopyPlan.of([[(work.dst, work.src)]], chunk_side)
     coalesced = plan.legs[0].dst
     tiles = {OURS: choose_config(coalesced, plan.unit, trial.max_programs)}
@@ -84,21 +86,7 @@ def measure_tiles(work: Workload, rounds: int, clock: Clock) -> Row:
     contenders = [Contender(name, copy, work.moved) for name, copy in copies.items()]
     other = torch.empty_like(work.chunk)
     contenders.append(Contender(CEILING, partial(other.copy_, work.chunk), work.moved))
-    return with_ratios(
-        Row(
-            case=trial.case.name,
-            variant=trial.variant,
-            direction=trial.direction,
-            ids=trial.ids,
-            bytes=work.moved,
-            run_bytes=work.run_bytes,
-            max_programs=trial.max_programs,
-            bit_exact=exact,
-            traffic=2,
-            ceiling=CEILING,
-            seconds=measure(contenders, rounds, clock),
-        )
-    )
+    return row_of(work, contenders, measure(contenders, rounds, clock), exact, {})
 
 
 def _copy(work: Workload, plan: CopyPlan, config: CopyConfig) -> Callable[[], None]:

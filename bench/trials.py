@@ -25,7 +25,8 @@ class Trial:
         nbytes: least payload.
         ids: "random" or "contiguous" block ids.
         max_programs: bound on the kernel's grid; None: none.
-        variant: which of the library's copies is measured, a name in ``kernels.OURS``.
+        variant: which of the library's copies is measured, a name in
+            ``kernels.OURS_BY_VARIANT``.
     """
 
     case: Case
