@@ -65,7 +65,7 @@ def _pick(index, v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12, v13, v14
     return tl.where(index < 8, first, tl.where(index < 12, low, high))
 
 
-_RUNTIME = ["num_rows", "first_tile", "end_tile", "num_inline"]
+_RUNTIME = ["num_rows", "shift", "first_tile", "end_tile", "num_inline"]
 _RUNTIME += [f"{side}{i}" for side in ("to", "from") for i in range(INLINE_IDS)]
 
 
@@ -81,6 +81,7 @@ def block_copy_kernel(
     rows,
     sums,
     num_rows: tl.int32,
+    shift: tl.int64,
     first_tile: tl.int32,
     end_tile: tl.int32,
     num_inline: tl.int32,
@@ -106,7 +107,8 @@ def block_copy_kernel(
     ``legs`` and ``rows`` int64, of the planes: see copy_tables. INLINE: all legs have the same ids,
     and these are the arguments ``to*`` and ``from*`` instead. Strides are in units of UNIT bytes.
     Nothing is written for a destination id below 0. FINGERPRINT 0: none; 1, 2: the destination's or
-    source's planes are chunks, whose parts of a fingerprint ``sums`` int64[chunks, rows] gains.
+    source's planes are chunks, ``shift`` bytes behind where the tables say, whose parts of a
+    fingerprint ``sums`` int64[chunks, rows] gains.
     """
     LANES: tl.constexpr = UNIT // WORD_BYTES
     # Powers of two, so that the runs of a tile need no division.
@@ -143,10 +145,14 @@ def block_copy_kernel(
         row = tl.load(leg) + rest // id_tiles
 
         # Without the hint, and on the pointer, a base from a table gives scalar accesses.
-        dst_base = tl.load(rows + row * _ROW_WORDS).to(tl.pointer_type(WORD))
-        src_base = tl.load(rows + row * _ROW_WORDS + 1).to(tl.pointer_type(WORD))
-        dst_base = tl.multiple_of(dst_base, UNIT)
-        src_base = tl.multiple_of(src_base, UNIT)
+        dst_base = tl.load(rows + row * _ROW_WORDS)
+        src_base = tl.load(rows + row * _ROW_WORDS + 1)
+        if FINGERPRINT == 1:
+            dst_base += shift
+        elif FINGERPRINT == 2:
+            src_base += shift
+        dst_base = tl.multiple_of(dst_base.to(tl.pointer_type(WORD)), UNIT)
+        src_base = tl.multiple_of(src_base.to(tl.pointer_type(WORD)), UNIT)
         token = token_tile * TOKENS + run // HEADS % TOKENS
         head = head_tile * HEADS + run % HEADS
         inside = (token < num_tokens) & (head < num_heads)

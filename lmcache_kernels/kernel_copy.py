@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +16,19 @@ from .errors import LayoutError
 from .launching import NOT_INLINE, constants_of, launcher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import TypeAlias
 
     from .copy_config import CopyConfig
     from .copy_plan import CopyPlan
     from .ids import IdBuffer
     from .launching import Launch
+
+    Ids: TypeAlias = Sequence[tuple[IdBuffer, IdBuffer]]
+    """Per group, destination and source ids."""
+
+    LaunchPart: TypeAlias = Callable[[int, int, int, torch.Tensor, int], None]
+    """Of one of several copies: its number, first and last tile, sums, shift of its chunk side."""
 
 _PADDING = [(0,) * (INLINE_IDS - count) for count in range(INLINE_IDS + 1)]
 _FINGERPRINT = {None: 0, "dst": 1, "src": 2}
@@ -55,8 +63,8 @@ class KernelCopy:
         self._chunk_side = plan.chunk_side
         # One tile shape for all legs; the one that moves most per block decides.
         most = max((leg.dst for leg in plan.legs), key=lambda plane: plane.rows * plane.block_bytes)
-        self._config = config or choose_config(most, plan.unit, max_programs)
-        self._tiles_per_launch = max(1, max_launch_bytes // self._config.tile_bytes(plan.unit))
+        self.config = config or choose_config(most, plan.unit, max_programs)
+        self._tiles_per_launch = max(1, max_launch_bytes // self.config.tile_bytes(plan.unit))
         self._slots = 1 << (len(plan.legs) - 1).bit_length()
         self._counts: list[int] = []
         self._header: tuple[memoryview, int, int] = memoryview(b""), 0, 0
@@ -67,29 +75,27 @@ class KernelCopy:
         pairs = [(leg.dst, leg.src) for leg in plan.legs]
         places = [place for leg in plan.legs for place in leg.places]
         legs, rows, self._ready = _upload(
-            leg_table(pairs, plan.unit, self._config, self._slots),
+            leg_table(pairs, plan.unit, self.config, self._slots),
             row_table(pairs, places),
             self._device,
         )
         self._tables = (legs, rows)
-        self._launch = launcher(legs, rows, plan.rows, self.constants(False), self._config)
+        self._launch = launcher(legs, rows, plan.rows, self.constants(False), self.config)
         self._launch_inline = None
         if plan.groups == 1:
-            self._launch_inline = launcher(
-                legs, rows, plan.rows, self.constants(True), self._config
-            )
+            self._launch_inline = launcher(legs, rows, plan.rows, self.constants(True), self.config)
 
     def constants(self, inline: bool) -> dict[str, Any]:
         """What the kernel of this copy is compiled for."""
         return constants_of(
             leg_slots=self._slots,
             unit=self._unit,
-            config=self._config,
+            config=self.config,
             fingerprint=_FINGERPRINT[self._chunk_side],
             inline=inline,
         )
 
-    def copy(self, ids: Sequence[tuple[IdBuffer, IdBuffer]], sums: torch.Tensor | None) -> None:
+    def copy(self, ids: Ids, sums: torch.Tensor | None) -> None:
         index = self._index
         if index is not None and _device_now() != index:
             with torch.cuda.device(index):
@@ -105,10 +111,7 @@ class KernelCopy:
         if not tiles:
             return
         if self._launch_inline is not None and counts[0] <= INLINE_IDS:
-            padding = _PADDING[counts[0]]
-            to, origin = ids[0]
-            inline = (counts[0], *to, *padding, *origin, *padding)
-            self._queue(self._launch_inline, 0, inline, tiles, sums)
+            self._queue(self._launch_inline, 0, _inline(*ids[0]), tiles, sums)
         elif index is None:
             call = torch.empty(words, dtype=torch.int32)
             _write(call.numpy().data, 0, header, ids)
@@ -119,6 +122,42 @@ class KernelCopy:
                 at = ring.take(words)
                 _write(ring.view, at, header, ids)
                 self._queue(self._launch, ring.upload(at, words), NOT_INLINE, tiles, sums)
+
+    @contextmanager
+    def queued(self, copies: Sequence[Ids], stream: int) -> Iterator[LaunchPart]:
+        """Make the ids of several copies of equal counts ready for launches of parts of them.
+
+        The stream's device must be the current one, and no other copies may be queued on the stream
+        before the block ends.
+        """
+        if stream != self._stream:
+            self._use(stream)
+        counts = [len(to) for to, _ in copies[0]] if copies else []
+        launch, launch_inline = self._launch, self._launch_inline
+        if launch_inline is not None and copies and counts[0] <= INLINE_IDS:
+            arguments = [_inline(*ids[0]) for ids in copies]
+            yield lambda copy, first, end, sums, shift: launch_inline(
+                0, arguments[copy], stream, first, end, sums, shift
+            )
+            return
+        header, words, _ = self._header_of(counts) if copies else self._header
+        if self._index is None:
+            calls = [torch.empty(words, dtype=torch.int32) for _ in copies]
+            for call, ids in zip(calls, copies, strict=True):
+                _write(call.numpy().data, 0, header, ids)
+            yield lambda copy, first, end, sums, shift: launch(
+                calls[copy], NOT_INLINE, stream, first, end, sums, shift
+            )
+            return
+        ring = ring_of(self._index, stream)
+        with ring.lock:
+            at = ring.take(words * len(copies))
+            for number, ids in enumerate(copies):
+                _write(ring.view, at + number * words, header, ids)
+            there = ring.upload(at, words * len(copies))
+            yield lambda copy, first, end, sums, shift: launch(
+                there + 4 * words * copy, NOT_INLINE, stream, first, end, sums, shift
+            )
 
     def _use(self, stream: int) -> None:
         """From now on copies go to another stream."""
@@ -153,7 +192,7 @@ class KernelCopy:
         for leg in self._legs:
             count = counts[leg.group]
             words += (tiles, count, starts[leg.group], 0)
-            tiles += self._config.tiles(leg.dst, count, self._unit)
+            tiles += self.config.tiles(leg.dst, count, self._unit)
         if tiles >= NO_TILE:
             raise LayoutError(f"ids: expected a copy of less than {NO_TILE} tiles, got {tiles}")
         words += [NO_TILE, 0, 0, 0] * (self._slots - len(self._legs))
@@ -168,9 +207,13 @@ class KernelCopy:
                 table.record_stream(torch.cuda.ExternalStream(stream, self._device))
 
 
-def _write(
-    view: memoryview, at: int, header: memoryview, ids: Sequence[tuple[IdBuffer, IdBuffer]]
-) -> None:
+def _inline(to: IdBuffer, origin: IdBuffer) -> tuple[int, ...]:
+    """The ids of a copy as arguments of its launch."""
+    padding = _PADDING[len(to)]
+    return (len(to), *to, *padding, *origin, *padding)
+
+
+def _write(view: memoryview, at: int, header: memoryview, ids: Ids) -> None:
     end = at + len(header)
     view[at:end] = header
     for to, origin in ids:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Launch(Protocol):
-    """Queue tiles ``first`` to ``end`` of a copy.
+    """Queue tiles ``first`` to ``end`` of a copy, its chunk side moved by ``shift`` bytes.
 
     Its ids are ``inline``, the number of pairs and then INLINE_IDS destinations and sources, or else
     stand at the address ``call``. The interpreter takes a tensor for that, and ignores the stream.
@@ -33,6 +33,7 @@ class Launch(Protocol):
         first: int,
         end: int,
         sums: torch.Tensor | None,
+        shift: int = 0,
     ) -> None: ...
 
 
@@ -98,6 +99,7 @@ def _interpreted(
         first: int,
         end: int,
         sums: torch.Tensor | None,
+        shift: int = 0,
     ) -> None:
         block_copy_kernel[(min(end - first, config.programs),)](
             legs if isinstance(call, int) else call,
@@ -105,6 +107,7 @@ def _interpreted(
             rows,
             legs if sums is None else sums,
             num_rows,
+            shift,
             first,
             end,
             *inline,
@@ -133,6 +136,7 @@ def _compiled(
         first: int,
         end: int,
         sums: torch.Tensor | None,
+        shift: int = 0,
     ) -> None:
         # Pointers as numbers, and no hooks: what Triton would look up anew for every launch.
         run(
@@ -150,6 +154,7 @@ def _compiled(
             rows_at,
             0 if sums is None else sums.data_ptr(),
             num_rows,
+            shift,
             first,
             end,
             *inline,
@@ -169,6 +174,7 @@ def _kernel(device: int, num_warps: int, constants: tuple[tuple[str, Any], ...])
             torch.int64,
             torch.int64,
             1,
+            0,
             0,
             1,
             *NOT_INLINE,

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lmcache_kernels.chunk_copy import pair_planes
 from lmcache_kernels.copying import PreparedCopy
 from lmcache_kernels.fingerprint import unsigned
 
-from .moves import Moved, Over, pair_ids, pair_planes
+from .moves import Moved, Over, pair_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

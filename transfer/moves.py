@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from lmcache_kernels.chunk_layout import ChunkLayout
     from lmcache_kernels.copy_plan import Side
-    from lmcache_kernels.plane import CacheGroup, Plane
+    from lmcache_kernels.plane import CacheGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +135,6 @@ def blocks_of(
         skipped = min(max(skip_tokens * per_chunk // layout.chunk_tokens - first, 0), per_chunk)
         blocks.append((ABSENT,) * skipped + tuple(ids[first + skipped : first + per_chunk]))
     return tuple(blocks)
-
-
-def pair_planes(
-    groups: Sequence[CacheGroup], chunk: Sequence[Sequence[Plane]], chunk_side: Side
-) -> list[list[tuple[Plane, Plane]]]:
-    """Per group, (destination, source) planes of a cache and a chunk."""
-    pairs = [list(zip(c, g.planes, strict=True)) for c, g in zip(chunk, groups, strict=True)]
-    return pairs if chunk_side == "dst" else [[pair[::-1] for pair in group] for group in pairs]
 
 
 def pair_ids(

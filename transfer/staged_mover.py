@@ -3,55 +3,43 @@
 Gather kernel into a slice, then one large copy-engine copy of the slice to host memory; loads run
 the mirror. While slice ``n`` is on the link the kernel fills slice ``n + 1``, so the link stays full
 and only short kernels touch the multiprocessors. Order is kept by events alone. Device memory:
-``SLICES`` chunks a direction that is used.
+``SLICES`` slices a direction that is used, each of at most ``SLICE_BYTES`` and of a chunk.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import time
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lmcache_kernels.copying import PreparedCopy
-from lmcache_kernels.fingerprint import unsigned
+from lmcache_kernels.chunk_copy import ChunkCopy
+from lmcache_kernels.fold_kernel import fold_sums
 
-from .moves import Moved, pair_ids, pair_planes
+from .device import CudaDevice, EventCompletion
+from .moves import Moved
+from .slice_plan import SLICE_BYTES, slice_sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
+    from lmcache_kernels.chunk_copy import ChunkPart
     from lmcache_kernels.chunk_layout import ChunkLayout
     from lmcache_kernels.copy_plan import Side
     from lmcache_kernels.plane import CacheGroup
 
+    from .device import Device
     from .moves import ChunkMove, Completion
 
-SLICES = 2
-"""Slices a direction: one on the link, one at the kernel."""
+SLICES = 3
+"""Slices a direction: one on the link, one at the kernel, one between them."""
 
-POLL_SECONDS = 50e-6
-"""How often a host thread that waits for the device looks."""
+BATCH = 64
+"""Chunks whose fingerprints are added up by one kernel."""
 
-
-class CudaCompletion:
-    """A recorded CUDA event."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
-
-    def done(self) -> bool:
-        return bool(self.event.query())
-
-    def wait(self, timeout: float) -> bool:
-        deadline = time.monotonic() + timeout
-        while not self.event.query():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(POLL_SECONDS)
-        return True
+_MODULUS = 1 << 64
+_ALIGN = 512  # of slices: as the slots of host memory
 
 
 class StagedMover:
@@ -60,24 +48,45 @@ class StagedMover:
     One thread may gather while another scatters; neither call may be made by two threads at once.
 
     Args:
-        groups: the engine's cache, all on one CUDA device.
+        groups: the engine's cache, all on one device.
         layout: of the chunks.
         max_programs: bound on the grid of every kernel; None lets a kernel fill the device.
+        slice_bytes, slices: see the module.
+        device: where the work is queued; None: the cache's.
     """
 
     synchronous = False
 
     def __init__(
-        self, groups: Sequence[CacheGroup], layout: ChunkLayout, *, max_programs: int | None = None
+        self,
+        groups: Sequence[CacheGroup],
+        layout: ChunkLayout,
+        *,
+        max_programs: int | None = None,
+        slice_bytes: int = SLICE_BYTES,
+        slices: int = SLICES,
+        device: Device | None = None,
     ) -> None:
-        self._device = torch.device(groups[0].device)
-        self._out = _Direction(groups, layout, max_programs, "dst")
-        self._in = _Direction(groups, layout, max_programs, "src")
+        self._device = device or CudaDevice(groups[0].device)
+
+        def direction(chunk_side: Side) -> _Direction:
+            return _Direction(
+                self._device,
+                lambda: ChunkCopy(groups, layout, chunk_side, max_programs=max_programs),
+                groups[0].device,
+                layout,
+                chunk_side,
+                slices,
+                slice_bytes,
+            )
+
+        self._where = groups[0].device
+        self._out, self._in = direction("dst"), direction("src")
 
     def ready(self) -> Completion | None:
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return CudaCompletion(event)
+        event.record(torch.cuda.current_stream(self._where))
+        return EventCompletion(event)
 
     def gather(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
         return self._out.run(moves, after)
@@ -90,119 +99,162 @@ class StagedMover:
         self._in.release()
 
 
+class _Slice:
+    """A piece of device memory, and the events after which each engine may have it."""
+
+    def __init__(self, memory: torch.Tensor, device: Device) -> None:
+        self.address = memory.data_ptr()
+        self.filled = device.event()
+        self.emptied = device.event()
+
+
 class _Direction:
     """One direction's streams and slices; made when first used."""
 
     def __init__(
         self,
-        groups: Sequence[CacheGroup],
+        device: Device,
+        prepare: Callable[[], ChunkCopy],
+        where: str,
         layout: ChunkLayout,
-        max_programs: int | None,
         chunk_side: Side,
+        slices: int,
+        slice_bytes: int,
     ) -> None:
-        self._groups = groups
-        self._layout = layout
-        self._max_programs = max_programs
-        self._chunk_side = chunk_side
-        self._device = torch.device(groups[0].device)
-        self._slices: list[_Slice] = []
-        self._next = 0
+        self._device = device
+        self._prepare = prepare
+        self._where = where
+        self._nbytes = layout.nbytes
+        self._storing = chunk_side == "dst"
+        self._count = slices
+        self._slice_bytes = slice_bytes
+        self._slices: deque[_Slice] = deque()
+        self._cuts: dict[tuple[bool, bool], list[ChunkPart]] = {}
+        self._results: deque[tuple[Any, torch.Tensor]] = deque()
 
     def _open(self) -> None:
-        self._kernels = torch.cuda.Stream(self._device)
-        self._link = torch.cuda.Stream(self._device)
-        self._slices = [
-            _Slice(self._groups, self._layout, self._max_programs, self._chunk_side)
-            for _ in range(SLICES)
-        ]
+        device, where = self._device, self._where
+        self._copy = self._prepare()
+        self._kernels, self._link = device.stream(), device.stream()
+        largest = max(part.nbytes for ends in _ENDS for part in self._parts(*ends))
+        nbytes = -(-largest // _ALIGN) * _ALIGN
+        with device.on(self._kernels):
+            memory = torch.empty((self._count, nbytes), dtype=torch.uint8, device=where)
+            sums = torch.zeros((BATCH, self._copy.plan.rows), dtype=torch.int64, device=where)
+        made = device.event()
+        device.record(made, self._kernels)
+        device.wait(self._link, made)
+        # Both streams use the memory as long as it is here, see release.
+        self._memory, self._sums, self._sums_of = memory, sums, list(sums.split(1))
+        self._slices.extend(_Slice(piece, device) for piece in memory)
 
     def run(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
         """Queue the moves."""
-        with torch.cuda.device(self._device):
+        device = self._device
+        with device.current():
             if not self._slices:
                 self._open()
-            if isinstance(after, CudaCompletion):
-                self._kernels.wait_event(after.event)
-            rows = self._slices[0].rows
-            sums = torch.empty((len(moves), rows), dtype=torch.int64, pin_memory=True)
+            if isinstance(after, EventCompletion):
+                device.wait(self._kernels, after.event)
+            totals = self._new_results(len(moves))
             try:
-                for move, sums_of_move in zip(moves, sums, strict=True):
-                    self._queue(move, sums_of_move)
+                for start in range(0, len(moves), BATCH):
+                    self._queue_batch(moves, start, totals[start : start + BATCH])
             except BaseException:
                 # What was queued before still uses the blocks and the host memory.
-                self._kernels.synchronize()
-                self._link.synchronize()
+                self._settle()
                 raise
-            cache_free = _recorded(self._kernels)
-            done = _recorded(self._link) if self._chunk_side == "dst" else cache_free
-            return Moved(cache_free, done, lambda: [unsigned(row) for row in sums.tolist()])
+            cache_free = done = device.event()
+            device.record(cache_free, self._kernels)
+            if self._storing:
+                done = device.event()
+                device.wait(self._link, cache_free)
+                device.record(done, self._link)
+            self._results.append((done, totals))
+            return Moved(
+                EventCompletion(cache_free),
+                EventCompletion(done),
+                lambda: [total % _MODULUS for total in totals.tolist()],
+            )
 
-    def _queue(self, move: ChunkMove, sums: torch.Tensor) -> None:
-        slice_ = self._slices[self._next]
-        self._next = (self._next + 1) % SLICES
-        kernel, link = (self._kernels, slice_.run_kernel), (self._link, slice_.copy_payload)
-        for stream, step in (kernel, link) if self._chunk_side == "dst" else (link, kernel):
-            stream.wait_event(slice_.last)
-            with torch.cuda.stream(stream):
-                step(move)
-                if stream is self._kernels:
-                    sums.copy_(slice_.sums[0], non_blocking=True)
-            slice_.last = torch.cuda.Event()
-            slice_.last.record(stream)
+    def _queue_batch(self, moves: Sequence[ChunkMove], start: int, totals: torch.Tensor) -> None:
+        batch = moves[start : start + BATCH]
+        last = len(moves) - 1
+        handle = self._device.handle(self._kernels)
+        with self._copy.queued([move.blocks for move in batch], handle) as launch:
+            for index, move in enumerate(batch):
+                for part in self._parts(start + index == 0, start + index == last):
+                    self._queue_part(launch, index, part, move)
+        self._device.run(self._kernels, self._fold, len(batch), totals)
+
+    def _fold(self, chunks: int, totals: torch.Tensor) -> None:
+        with self._device.on(self._kernels):
+            fold_sums(self._sums[:chunks], totals)
+
+    def _queue_part(self, launch: Any, index: int, part: ChunkPart, move: ChunkMove) -> None:
+        device, kernels, link = self._device, self._kernels, self._link
+        piece = self._slices[0]
+        self._slices.rotate(-1)
+        address = piece.address - part.offset
+        if self._storing:
+            device.wait(kernels, piece.emptied)
+            device.run(kernels, launch, index, part, address, self._sums_of[index])
+            device.record(piece.filled, kernels)
+            device.wait(link, piece.filled)
+            for start, end in _pieces(part, move.cuts):
+                device.copy(link, move.address + start, address + start, end - start)
+            device.record(piece.emptied, link)
+        else:
+            device.wait(link, piece.emptied)
+            for start, end in _pieces(part, move.cuts):
+                device.copy(link, address + start, move.address + start, end - start)
+            device.record(piece.filled, link)
+            device.wait(kernels, piece.filled)
+            device.run(kernels, launch, index, part, address, self._sums_of[index])
+            device.record(piece.emptied, kernels)
+
+    def _parts(self, first: bool, last: bool) -> list[ChunkPart]:
+        """How a chunk is cut that is, or is not, the first and the last of a run."""
+        ends = first and self._storing, last and not self._storing
+        if ends not in self._cuts:
+            sizes = slice_sizes(
+                self._nbytes, self._slice_bytes, small_first=ends[0], small_last=ends[1]
+            )
+            self._cuts[ends] = self._copy.cut(sizes)
+        return self._cuts[ends]
+
+    def _new_results(self, count: int) -> torch.Tensor:
+        """Pinned int64[count] that stays until the kernels that write it are over."""
+        while self._results and self._results[0][0].query():
+            self._results.popleft()
+        return self._device.pinned(count)
+
+    def _settle(self) -> None:
+        """Wait for what was queued, and forget the fingerprints that it left half-made."""
+        self._device.run(self._kernels, self._clear)
+        self._device.synchronize(self._kernels)
+        self._device.synchronize(self._link)
+
+    def _clear(self) -> None:
+        with self._device.on(self._kernels):
+            self._sums.zero_()
 
     def release(self) -> None:
-        for slice_ in self._slices:
-            slice_.last.synchronize()
-        self._slices = []
+        if not self._slices:
+            return
+        for stream in (self._kernels, self._link):
+            self._device.synchronize(stream)
+            self._device.give_back(stream)
+        self._slices.clear()
+        self._results.clear()
+        del self._memory, self._sums, self._sums_of
 
 
-class _Slice:
-    """Device memory for one chunk and its fingerprint, with the copy between it and the cache."""
-
-    def __init__(
-        self,
-        groups: Sequence[CacheGroup],
-        layout: ChunkLayout,
-        max_programs: int | None,
-        chunk_side: Side,
-    ) -> None:
-        device = groups[0].device
-        self._memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-        self._layout = layout
-        self._chunk_side = chunk_side
-        chunk = layout.planes_at(self._memory.data_ptr(), device)
-        self._copy = PreparedCopy(
-            pair_planes(groups, chunk, chunk_side),
-            chunk_side=chunk_side,
-            max_programs=max_programs,
-        )
-        self.rows = self._copy.plan.rows
-        self.sums = torch.zeros((1, self.rows), dtype=torch.int64, device=device)
-        self.last = torch.cuda.Event()
-        self.last.record(torch.cuda.current_stream(self._memory.device))
-
-    def run_kernel(self, move: ChunkMove) -> None:
-        self.sums.zero_()
-        self._copy.copy_groups(pair_ids(self._layout, move, self._chunk_side), sums=self.sums)
-
-    def copy_payload(self, move: ChunkMove) -> None:
-        for host, here in self._pieces(move):
-            to, origin = (host, here) if self._chunk_side == "dst" else (here, host)
-            to.copy_(origin, non_blocking=True)
-
-    def _pieces(self, move: ChunkMove) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        host = host_bytes(move.address, self._layout.nbytes)
-        edges = (0, *move.cuts, self._layout.nbytes)
-        for start, end in itertools.pairwise(edges):
-            yield host[start:end], self._memory[start:end]
+_ENDS = ((False, False), (True, False), (False, True), (True, True))
 
 
-def _recorded(stream: torch.cuda.Stream) -> CudaCompletion:
-    event = torch.cuda.Event()
-    event.record(stream)
-    return CudaCompletion(event)
-
-
-def host_bytes(address: int, nbytes: int) -> torch.Tensor:
-    """A uint8 tensor over host memory that someone else owns and keeps alive."""
-    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+def _pieces(part: ChunkPart, cuts: Sequence[int]) -> list[tuple[int, int]]:
+    """The part's range of the payload, cut where no single copy may go on."""
+    end = part.offset + part.nbytes
+    edges = [part.offset, *(cut for cut in cuts if part.offset < cut < end), end]
+    return list(itertools.pairwise(edges))

@@ -77,21 +77,21 @@ def test_chunks_across_the_borders_of_pinned_pieces_move_whole(monkeypatch, devi
 
 def test_a_copy_that_fails_half_way_waits_for_what_was_queued(monkeypatch, connected, device):
     """The error comes when nothing touches the blocks or the slots any more, and work goes on."""
-    from lmcache_kernels.transfer import staged_mover
+    from lmcache_kernels.transfer.device import CudaDevice
 
     cache = make_cache(BY_NAME["kv_first_nhd"], blocks=12, device=device)  # noqa: F405
     cache.fill_random(15)
     context = connected([group_of(cache.tensors, cache.axes)])  # noqa: F405
     calls = []
-    real = staged_mover.host_bytes
+    real = CudaDevice.copy
 
-    def third_time_unlucky(address, nbytes):
-        calls.append(address)
+    def third_time_unlucky(device, stream, to, origin, nbytes):
+        calls.append(to)
         if len(calls) == 3:
             raise RuntimeError("no such luck")
-        return real(address, nbytes)
+        real(device, stream, to, origin, nbytes)
 
-    monkeypatch.setattr(staged_mover, "host_bytes", third_time_unlucky)
+    monkeypatch.setattr(CudaDevice, "copy", third_time_unlucky)
     digests = names(3)  # noqa: F405
     with pytest.raises(RuntimeError, match="luck"):
         store(context, digests, [0, 1, 2, 3, 4, 5])  # noqa: F405

@@ -1,0 +1,179 @@
+"""Copies between a cache and chunks that lie anywhere, cut into parts of a chunk's payload.
+
+A transfer moves a chunk part by part: each is one stretch of the payload and one launch. The kernel
+numbers its tiles in the order of the payload, so a part is a range of tiles, and the address of the
+chunk is an argument of the launch. One prepared copy thus serves every chunk, slot and slice.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .copy_plan import CopyPlan
+from .errors import LayoutError
+from .ids import pack_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from typing import TypeAlias
+
+    import torch
+
+    from .chunk_layout import ChunkLayout
+    from .copy_config import CopyConfig
+    from .copy_plan import Side
+    from .plane import CacheGroup, Plane
+
+    Queue: TypeAlias = Callable[[int, "ChunkPart", int, torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPart:
+    """A stretch of a chunk's payload.
+
+    Attributes:
+        offset, nbytes: where it lies in the payload.
+        first_tile, end_tile: the tiles that move it.
+    """
+
+    offset: int
+    nbytes: int
+    first_tile: int
+    end_tile: int
+
+
+class ChunkCopy:
+    """A prepared copy between one cache and chunks of its layout, on a GPU or interpreted.
+
+    Args:
+        groups: the cache.
+        layout: of the chunks.
+        chunk_side: "dst" to write chunks, "src" to read them.
+        max_programs: bound on the grid of a launch, or None.
+
+    Raises:
+        LayoutError: planes that no copy can move.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        layout: ChunkLayout,
+        chunk_side: Side,
+        *,
+        max_programs: int | None = None,
+    ) -> None:
+        from .kernel_copy import KernelCopy
+
+        device = groups[0].device
+        self.plan = CopyPlan.of(
+            pair_planes(groups, layout.planes_at(0, device), chunk_side), chunk_side
+        )
+        self._blocks = layout.blocks_per_chunk
+        self._pools = [group.num_blocks for group in groups]
+        self._chunk_side = chunk_side
+        self._executor = KernelCopy(
+            self.plan, device, max_programs=max_programs, max_launch_bytes=layout.nbytes
+        )
+
+    def cut(self, sizes: Iterable[int]) -> list[ChunkPart]:
+        """The parts of a chunk, in order; part ``i`` has at most ``sizes[i]`` bytes if it can.
+
+        A part has at least the blocks of one tile of one row. The last size goes for all parts
+        behind it.
+        """
+        return cut(self.plan, self._executor.config, sizes)
+
+    @contextmanager
+    def queued(self, blocks: Sequence[Sequence[Sequence[int]]], stream: int) -> Iterator[Queue]:
+        """Make the block ids of some chunks ready for launches on a stream.
+
+        Args:
+            blocks: per chunk and group, the cache's blocks; ``ABSENT`` ones are not written.
+            stream: handle; its device must be the current one.
+
+        Yields:
+            ``queue(chunk, part, address, sums)``: launch a part of ``blocks[chunk]``, the payload of
+            the chunk beginning at ``address`` (behind which only the part has to be there).
+            ``sums`` int64[1, rows] gains the part's share of the fingerprint.
+
+        Raises:
+            LayoutError: ids out of range, destinations named twice, or not as many as a chunk has;
+                nothing was launched. From ``queue``: an address that is not aligned.
+        """
+        unit = self.plan.unit
+        with self._executor.queued([self._pairs(chunk) for chunk in blocks], stream) as launch:
+
+            def queue(chunk: int, part: ChunkPart, address: int, sums: torch.Tensor) -> None:
+                if address % unit:
+                    raise LayoutError(
+                        f"chunk address: expected a multiple of {unit}, got {address}"
+                    )
+                launch(chunk, part.first_tile, part.end_tile, sums, address)
+
+            yield queue
+
+    def _pairs(self, blocks: Sequence[Sequence[int]]) -> list[tuple[memoryview, memoryview]]:
+        if len(blocks) != len(self._blocks):
+            raise LayoutError(f"ids: expected {len(self._blocks)} groups, got {len(blocks)}")
+        pairs = []
+        loading = self._chunk_side == "src"
+        for index, (ids, count, pool) in enumerate(
+            zip(blocks, self._blocks, self._pools, strict=True)
+        ):
+            if len(ids) != count:
+                raise LayoutError(f"ids[{index}]: expected {count} blocks, got {len(ids)}")
+            cache = pack_ids(ids, pool, f"ids[{index}]", loading)
+            chunk = pack_ids(range(count), count, "", False)
+            pairs.append((cache, chunk) if loading else (chunk, cache))
+        return pairs
+
+
+def pair_planes(
+    groups: Sequence[CacheGroup], chunk: Sequence[Sequence[Plane]], chunk_side: Side
+) -> list[list[tuple[Plane, Plane]]]:
+    """Per group, (destination, source) planes of a cache and a chunk."""
+    pairs = [list(zip(c, g.planes, strict=True)) for c, g in zip(chunk, groups, strict=True)]
+    return pairs if chunk_side == "dst" else [[pair[::-1] for pair in group] for group in pairs]
+
+
+def cut(plan: CopyPlan, config: CopyConfig, sizes: Iterable[int]) -> list[ChunkPart]:
+    """See :meth:`ChunkCopy.cut`. Pure."""
+    targets = iter(sizes)
+    target = next(targets)
+    parts: list[ChunkPart] = []
+    open_part: ChunkPart | None = None
+    for grain in _grains(plan, config):
+        end = grain.offset + grain.nbytes
+        if open_part is not None:
+            if end - open_part.offset <= target:
+                open_part = ChunkPart(
+                    open_part.offset, end - open_part.offset, open_part.first_tile, grain.end_tile
+                )
+                continue
+            parts.append(open_part)
+            target = next(targets, target)
+        open_part = grain
+    if open_part is not None:
+        parts.append(open_part)
+    return parts
+
+
+def _grains(plan: CopyPlan, config: CopyConfig) -> Iterator[ChunkPart]:
+    """The smallest parts: the blocks of one tile of one row."""
+    tile = 0
+    for leg in plan.legs:
+        chunk = leg.dst if plan.chunk_side == "dst" else leg.src
+        tiles = config.tiles(leg.dst, config.blocks, plan.unit) // leg.dst.rows
+        for place in leg.places:
+            for first in range(0, chunk.num_blocks, config.blocks):
+                blocks = min(config.blocks, chunk.num_blocks - first)
+                yield ChunkPart(
+                    place + first * chunk.block_bytes,
+                    blocks * chunk.block_bytes,
+                    tile,
+                    tile + tiles,
+                )
+                tile += tiles

@@ -1,0 +1,182 @@
+"""The staged mover on a device that does what is queued in any order that events allow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cachekit import BY_NAME, make_cache, oracle_chunk
+from chunkkit import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from lazy_device import LazyDevice
+
+from lmcache_kernels.chunk_layout import ChunkLayout
+from lmcache_kernels.fingerprint import fingerprint
+from lmcache_kernels.ids import ABSENT
+from lmcache_kernels.transfer import staged_mover
+from lmcache_kernels.transfer.moves import ChunkMove
+from lmcache_kernels.transfer.staged_mover import StagedMover
+from lmcache_kernels.views import group_of
+
+CHUNK_TOKENS = 32
+POISON = 0xA5
+
+
+class Rig:
+    """A cache, a mover and host slots with poison around them."""
+
+    def __init__(self, name="kv_first_nhd", *, chunks=3, seed=0, blocks=40, **options):
+        self.device = LazyDevice(seed)
+        self.cache = make_cache(BY_NAME[name], blocks=blocks, device="cpu")
+        self.cache.fill_random(seed)
+        group = group_of(self.cache.tensors, self.cache.axes)
+        self.layout = ChunkLayout.of([group], CHUNK_TOKENS)
+        self.per_chunk = self.layout.blocks_per_chunk[0]
+        self.mover = StagedMover([group], self.layout, device=self.device, **options)
+        self.step = -(-self.layout.nbytes // 512) * 512 + 512
+        self.host = torch.full((chunks * self.step + 512,), POISON, dtype=torch.uint8)
+        self.first = -self.host.data_ptr() % 512
+        order = torch.randperm(blocks, generator=torch.Generator().manual_seed(seed)).tolist()
+        self.ids = [order[c * self.per_chunk : (c + 1) * self.per_chunk] for c in range(chunks)]
+        self.free = order[chunks * self.per_chunk :]
+
+    def moves(self, ids=None, cuts=()):
+        at = self.host.data_ptr() + self.first
+        return [
+            ChunkMove(at + number * self.step, (tuple(blocks),), cuts)
+            for number, blocks in enumerate(ids or self.ids)
+        ]
+
+    def payload(self, chunk):
+        start = self.first + chunk * self.step
+        return self.host[start : start + self.layout.nbytes]
+
+    def between(self, chunk):
+        start = self.first + chunk * self.step + self.layout.nbytes
+        return self.host[start : start + self.step - self.layout.nbytes]
+
+    def store(self, **options):
+        moved = self.mover.gather(self.moves(**options), None)
+        self.device.settle()
+        assert moved.done.done()
+        assert moved.cache_free.done()
+        return moved.fingerprints()
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_what_is_stored_in_slices_is_whole_and_loads_into_other_blocks(name):
+    rig = Rig(name, chunks=2, slice_bytes=1024, max_programs=4)
+    sums = rig.store()
+    for chunk, ids in enumerate(rig.ids):
+        assert torch.equal(rig.payload(chunk), oracle_chunk(rig.cache, ids))
+        assert (rig.between(chunk) == POISON).all()
+        assert sums[chunk] == fingerprint(bytes(rig.payload(chunk).numpy()))
+    to = [rig.free[: rig.per_chunk], rig.free[rig.per_chunk : 2 * rig.per_chunk]]
+    moved = rig.mover.scatter(rig.moves(to), None)
+    rig.device.settle()
+    assert moved.fingerprints() == sums
+    for chunk, ids in enumerate(to):
+        assert torch.equal(oracle_chunk(rig.cache, ids), rig.payload(chunk))
+
+
+@examples(40, 1000)
+@given(
+    seed=st.integers(0, 1 << 30),
+    slices=st.integers(1, 4),
+    slice_bytes=st.sampled_from([64, 300, 1024, 5000, 1 << 20]),
+    batch=st.integers(1, 3),
+    cuts=st.lists(st.integers(1, 3000), max_size=3, unique=True).map(sorted),
+    both=st.booleans(),
+)
+def test_any_order_that_events_allow_gives_the_same_bytes(
+    seed, slices, slice_bytes, batch, cuts, both
+):
+    """Slices are few, cuts anywhere, and a load of other chunks may run at the same time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staged_mover, "BATCH", batch)
+        rig = Rig(seed=seed, chunks=4, slices=slices, slice_bytes=slice_bytes)
+        cuts = tuple(cut for cut in cuts if cut < rig.layout.nbytes)
+        rig.store()
+        stored, ids = rig.host.clone(), rig.ids
+        rig.host.fill_(POISON)
+        first = rig.mover.gather(rig.moves(ids[:2], cuts), None)
+        if both:
+            other = Rig(seed=seed, chunks=4)
+            other.host.copy_(stored)
+            to = rig.free[: rig.per_chunk]
+            move = ChunkMove(other.moves()[3].address, (tuple(to),), cuts)
+            loading = rig.mover.scatter([move], None)
+        second = rig.mover.gather(rig.moves(cuts=cuts)[2:], None)
+        rig.device.settle()
+        assert torch.equal(rig.host, stored)
+        assert len(first.fingerprints()) == len(second.fingerprints()) == 2
+        if both:
+            assert torch.equal(oracle_chunk(rig.cache, to), other.payload(3))
+            assert loading.fingerprints() == [fingerprint(bytes(other.payload(3).numpy()))]
+
+
+def test_blocks_that_are_left_out_keep_what_they_hold():
+    rig = Rig(slice_bytes=256)
+    sums = rig.store()
+    to = rig.free[: rig.per_chunk]
+    before = oracle_chunk(rig.cache, to[:1])
+    moved = rig.mover.scatter(rig.moves([[ABSENT, *to[1:]]]), None)
+    rig.device.settle()
+    assert torch.equal(oracle_chunk(rig.cache, to[:1]), before)
+    assert torch.equal(oracle_chunk(rig.cache, to[1:]), oracle_chunk(rig.cache, rig.ids[0][1:]))
+    assert moved.fingerprints() == sums[:1]
+
+
+@pytest.mark.parametrize("fail_at", [1, 2, 7])
+def test_a_refused_copy_ends_the_run_and_the_next_one_is_whole(fail_at):
+    """What was queued before is over when the error comes, and its fingerprints are forgotten."""
+    rig = Rig(slice_bytes=512)
+    rig.device.fail_at = fail_at
+    with pytest.raises(RuntimeError, match="luck"):
+        rig.mover.gather(rig.moves(), None)
+    assert not any(stream.work for stream in rig.device.streams)
+    sums = rig.store()
+    assert sums == [fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(3)]
+
+
+def test_the_cache_is_free_before_the_link_is_done():
+    """Blocks of a store can be overwritten once they were gathered."""
+    rig = Rig(chunks=1, slices=8, slice_bytes=512)
+    moved = rig.mover.gather(rig.moves(), None)
+    rig.device.settle(held=[rig.device.streams[1]])
+    assert moved.cache_free.done()
+    assert not moved.done.done()
+    want = oracle_chunk(rig.cache, rig.ids[0])
+    rig.cache.fill(7)
+    rig.device.settle()
+    assert moved.done.done()
+    assert torch.equal(rig.payload(0), want)
+
+
+def test_a_store_is_done_when_its_fingerprints_are_there_too():
+    rig = Rig(chunks=1, slices=8)
+    moved = rig.mover.gather(rig.moves(), None)
+    kernels = rig.device.streams[0]
+    fold_and_after = [kernels.work.pop() for _ in range(2)]
+    rig.device.settle(held=[kernels])
+    rig.device.settle(held=[rig.device.streams[1]])
+    rig.device.settle(held=[kernels])
+    assert not moved.done.done()
+    kernels.work.extend(fold_and_after[::-1])
+    rig.device.settle()
+    assert moved.done.done()
+
+
+def test_slices_go_with_the_mover():
+    rig = Rig()
+    rig.store()
+    rig.mover.close()
+    assert rig.device.streams == []
+    assert rig.store()  # and come back when they are needed again
+
+
+def test_slices_are_not_larger_than_a_chunk():
+    rig = Rig(slices=5)
+    rig.store()
+    memory = rig.mover._out._memory
+    assert memory.shape == (5, -(-rig.layout.nbytes // 512) * 512)

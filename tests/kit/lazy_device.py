@@ -1,0 +1,88 @@
+"""A device that only remembers what is queued, and later does it in any order that events allow."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import deque
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(eq=False)
+class Stream:
+    work: deque = field(default_factory=deque)
+
+
+class Event:
+    """``recorded`` counts the records that were queued, ``passed`` those that were reached."""
+
+    def __init__(self):
+        self.recorded = self.passed = 0
+
+    def query(self):
+        return self.passed == self.recorded
+
+
+class LazyDevice:
+    """In host memory, for interpreted kernels."""
+
+    def __init__(self, seed=0):
+        self.streams = []
+        self.copies = 0
+        self.fail_at = None  # the number of a copy that is refused
+        self._random = random.Random(seed)
+
+    def current(self):
+        return nullcontext()
+
+    on = staticmethod(lambda stream: nullcontext())
+
+    def stream(self):
+        self.streams.append(Stream())
+        return self.streams[-1]
+
+    def give_back(self, stream):
+        assert not stream.work
+        self.streams.remove(stream)
+
+    def handle(self, stream):
+        return 0
+
+    event = staticmethod(Event)
+
+    def record(self, event, stream):
+        event.recorded += 1
+        number = event.recorded
+        stream.work.append((None, lambda: setattr(event, "passed", number)))
+
+    def wait(self, stream, event):
+        number = event.recorded
+        stream.work.append((lambda: event.passed >= number, lambda: None))
+
+    def copy(self, stream, to, origin, nbytes):
+        self.copies += 1
+        if self.copies == self.fail_at:
+            raise RuntimeError("no such luck")
+        stream.work.append((None, lambda: ctypes.memmove(to, origin, nbytes)))
+
+    def run(self, stream, launch, *arguments):
+        stream.work.append((None, lambda: launch(*arguments)))
+
+    def pinned(self, count):
+        return torch.full((count,), 0x5A5A, dtype=torch.int64)
+
+    def settle(self, held=()):
+        """Do everything that is queued, but what is in the streams ``held`` or waits for that."""
+        streams = [stream for stream in self.streams if stream not in held]
+        while any(stream.work for stream in streams):
+            ready = [s for s in streams if s.work and (not s.work[0][0] or s.work[0][0]())]
+            if held and not ready:
+                return
+            assert ready, "streams wait for each other"
+            self._random.choice(ready).work.popleft()[1]()
+
+    def synchronize(self, stream):
+        self.settle()

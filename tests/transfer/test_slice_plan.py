@@ -1,0 +1,90 @@
+"""Sizes of slices, and the parts of a chunk that they give."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_kernels.chunk_copy import cut, pair_planes
+from lmcache_kernels.chunk_layout import ChunkLayout
+from lmcache_kernels.copy_config import choose_config
+from lmcache_kernels.copy_plan import CopyPlan
+from lmcache_kernels.transfer.slice_plan import FIRST_BYTES, slice_sizes
+from lmcache_kernels.views import group_of
+
+MB = 1 << 20
+
+
+@given(
+    nbytes=st.integers(1, 200 * MB),
+    most=st.integers(1, 40 * MB),
+    small_first=st.booleans(),
+    small_last=st.booleans(),
+)
+def test_sizes_are_those_of_the_chunk_and_within_the_bound(nbytes, most, small_first, small_last):
+    sizes = slice_sizes(nbytes, most, small_first=small_first, small_last=small_last)
+    assert all(0 < size <= most for size in sizes)
+    assert nbytes <= sum(sizes) < nbytes + len(sizes)
+    if nbytes >= 3 * FIRST_BYTES and most >= 2 * FIRST_BYTES:
+        assert not small_first or sizes[0] == FIRST_BYTES
+        assert not small_last or small_first or sizes[-1] == FIRST_BYTES
+
+
+def test_a_pipeline_starts_and_ends_small_and_is_even_between():
+    assert slice_sizes(32 * MB, 16 * MB, small_first=False, small_last=False) == [16 * MB] * 2
+    assert slice_sizes(18 * MB, 16 * MB, small_first=False, small_last=False) == [9 * MB] * 2
+    grown = [MB, 2 * MB, 4 * MB, 8 * MB]
+    assert slice_sizes(31 * MB, 16 * MB, small_first=True, small_last=False) == [*grown, 16 * MB]
+    assert slice_sizes(31 * MB, 16 * MB, small_first=False, small_last=True) == [
+        16 * MB,
+        *grown[::-1],
+    ]
+
+
+@given(
+    layers=st.integers(1, 3),
+    block_tokens=st.sampled_from([1, 2, 8]),
+    heads=st.integers(1, 3),
+    dim=st.sampled_from([1, 3, 8, 40]),
+    latent=st.booleans(),
+    sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=5),
+    max_programs=st.sampled_from([None, 4]),
+    chunk_side=st.sampled_from(["dst", "src"]),
+)
+def test_parts_are_the_payload_and_the_tiles_one_behind_the_other(
+    layers, block_tokens, heads, dim, latent, sizes, max_programs, chunk_side
+):
+    groups = [
+        group_of(
+            [torch.empty(2, 5, block_tokens, heads, dim, dtype=torch.half) for _ in range(layers)],
+            "kv block token head dim",
+        )
+    ]
+    if latent:
+        groups.append(
+            group_of(
+                [torch.empty(5, 2 * block_tokens, 9) for _ in range(layers)], "block token dim"
+            )
+        )
+    layout = ChunkLayout.of(groups, 16)
+    plan = CopyPlan.of(pair_planes(groups, layout.planes_at(0, "cpu"), chunk_side), chunk_side)
+    config = choose_config(plan.legs[0].dst, plan.unit, max_programs)
+    parts = cut(plan, config, sizes)
+    assert parts[0].first_tile == parts[0].offset == 0
+    tiles = 0
+    for leg in plan.legs:
+        tiles += config.tiles(leg.dst, layout.blocks_per_chunk[leg.group], plan.unit)
+    assert parts[-1].end_tile == tiles
+    assert parts[-1].offset + parts[-1].nbytes == layout.nbytes
+    for before, after in itertools.pairwise(parts):
+        assert before.end_tile == after.first_tile
+        assert 0 <= after.offset - (before.offset + before.nbytes) < 512  # padding
+        assert before.nbytes > 0
+    one_tile = max(config.blocks * leg.dst.block_bytes for leg in plan.legs)
+    bounds = [*sizes, *[sizes[-1]] * len(parts)]
+    assert all(
+        part.nbytes <= max(bound, one_tile) for part, bound in zip(parts, bounds, strict=False)
+    )

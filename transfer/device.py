@@ -1,0 +1,174 @@
+"""The little that movers ask of a GPU: streams, events and copies, none of which waits."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from lmcache_kernels.errors import TransferFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+POLL_SECONDS = 50e-6
+"""How often a host thread that waits for the device looks."""
+
+_ANY_DIRECTION = 4  # cudaMemcpyDefault: the addresses say which
+_NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it, nor it for that
+_LOWEST_PRIORITY = 0
+
+_spare: dict[torch.device, list[torch.cuda.Stream]] = {}
+_spare_lock = threading.Lock()
+
+
+class Device(Protocol):
+    """Queues work in streams. Streams and events are whatever this device makes them."""
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Makes the device the calling thread's; the other calls need that."""
+        ...
+
+    def stream(self) -> Any:
+        """A stream of the lowest priority that nobody else uses, until it is given back."""
+        ...
+
+    def give_back(self, stream: Any) -> None:
+        """Nothing is queued in the stream, and its user does not need it any more."""
+        ...
+
+    def handle(self, stream: Any) -> int:
+        """What a kernel launch takes for it."""
+        ...
+
+    def event(self) -> Any:
+        """Not recorded yet: whoever waits for it goes on at once."""
+        ...
+
+    def record(self, event: Any, stream: Any) -> None:
+        """Move the event to the end of what the stream has now."""
+        ...
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """What the stream gets from now on waits for what the event stands for now."""
+        ...
+
+    def copy(self, stream: Any, to: int, origin: int, nbytes: int) -> None:
+        """Queue a copy between two addresses, of the device or of (best: pinned) host memory."""
+        ...
+
+    def run(self, stream: Any, launch: Callable[..., object], *arguments: Any) -> None:
+        """Call something that launches kernels on the stream, by its handle or with :meth:`on`."""
+        ...
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """What Triton and torch launch goes to the stream."""
+        ...
+
+    def pinned(self, count: int) -> torch.Tensor:
+        """int64[count] in host memory that kernels can write."""
+        ...
+
+    def synchronize(self, stream: Any) -> None: ...
+
+
+class CudaDevice:
+    """A GPU of this process.
+
+    Args:
+        name: as torch spells it, with its number.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._device = torch.device(name)
+
+    def current(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self._device)
+
+    def stream(self) -> torch.cuda.Stream:
+        # torch has 32 streams a device and hands them out again and again, so one of its may be one
+        # of the engine's. They are kept, because call rings are.
+        with _spare_lock:
+            spare = _spare.setdefault(self._device, [])
+            return spare.pop() if spare else _new_stream(self._device)
+
+    def give_back(self, stream: torch.cuda.Stream) -> None:
+        with _spare_lock:
+            _spare[self._device].append(stream)
+
+    def handle(self, stream: torch.cuda.Stream) -> int:
+        return int(stream.cuda_stream)
+
+    def event(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
+
+    def record(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+        event.record(stream)
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
+
+    def copy(self, stream: torch.cuda.Stream, to: int, origin: int, nbytes: int) -> None:
+        # torch's copy_ costs the host 14 us with its stream context, this 2 (H200's host, torch
+        # 2.11, 30 November 2026).
+        code = _runtime().cudaMemcpyAsync(to, origin, nbytes, _ANY_DIRECTION, stream.cuda_stream)
+        if code:
+            raise TransferFailed(f"a copy of {nbytes} bytes was refused: CUDA error {code}")
+
+    def run(
+        self, stream: torch.cuda.Stream, launch: Callable[..., object], *arguments: Any
+    ) -> None:
+        launch(*arguments)
+
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def pinned(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.int64, pin_memory=True)
+
+    def synchronize(self, stream: torch.cuda.Stream) -> None:
+        stream.synchronize()
+
+
+class EventCompletion:
+    """The :class:`~lmcache_kernels.transfer.moves.Completion` that a recorded event is."""
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
+        while not self.event.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    handle = ctypes.c_void_p()
+    code = _runtime().cudaStreamCreateWithPriority(
+        ctypes.byref(handle), _NON_BLOCKING, _LOWEST_PRIORITY
+    )
+    if code:
+        raise TransferFailed(f"no stream on {device}: CUDA error {code}")
+    return torch.cuda.ExternalStream(handle.value, device)
+
+
+@cache
+def _runtime() -> ctypes.CDLL:
+    """The CUDA runtime that torch has loaded."""
+    version = (torch.version.cuda or "").split(".")[0]
+    runtime = ctypes.CDLL(f"libcudart.so.{version}")
+    address, size = ctypes.c_void_p, ctypes.c_size_t
+    runtime.cudaStreamCreateWithPriority.argtypes = [address, ctypes.c_uint, ctypes.c_int]
+    runtime.cudaMemcpyAsync.argtypes = [address, address, size, ctypes.c_int, address]
+    return runtime
