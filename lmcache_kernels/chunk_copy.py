@@ -52,6 +52,7 @@ class ChunkCopy:
         layout: of the chunks.
         chunk_side: "dst" to write chunks, "src" to read them.
         max_programs: bound on the grid of a launch, or None.
+        staged: chunks pass through slices of device memory that are used again and again.
 
     Raises:
         LayoutError: planes that no copy can move.
@@ -64,6 +65,7 @@ class ChunkCopy:
         chunk_side: Side,
         *,
         max_programs: int | None = None,
+        staged: bool = False,
     ) -> None:
         from .kernel_copy import KernelCopy
 
@@ -75,7 +77,11 @@ class ChunkCopy:
         self._pools = [group.num_blocks for group in groups]
         self._chunk_side = chunk_side
         self._executor = KernelCopy(
-            self.plan, device, max_programs=max_programs, max_launch_bytes=layout.nbytes
+            self.plan,
+            device,
+            max_programs=max_programs,
+            max_launch_bytes=layout.nbytes,
+            staged=staged,
         )
 
     def cut(self, sizes: Iterable[int]) -> list[ChunkPart]:

@@ -22,6 +22,12 @@ _MULTIPLIER = tl.constexpr(KEY_MULTIPLIER)
 _SHIFT = tl.constexpr(KEY_SHIFT)
 
 
+# The chunk side of a staged copy is soon read or rewritten and shall stay in the L2 cache; the
+# other side is passing through. By what FINGERPRINT says about the sides.
+_LOAD_HINTS = tl.constexpr(("", "evict_first", "evict_last"))
+_STORE_HINTS = tl.constexpr(("", "evict_last", "evict_first"))
+
+
 @triton.jit
 def _block_offset(ids, side):
     """The outer index of blocks, and the units of their outer and of their inner step.
@@ -98,6 +104,7 @@ def block_copy_kernel(
     HEADS: tl.constexpr,
     UNITS: tl.constexpr,
     FINGERPRINT: tl.constexpr,
+    STAGED: tl.constexpr,
     INLINE: tl.constexpr,
 ):
     """``dst[row, dst_ids[i], t, h, :] = src[row, src_ids[i], t, h, :]`` for every leg
@@ -191,8 +198,10 @@ def block_copy_kernel(
         src_ptr = src_base + src_run[:, None] + word[None, :]
         # A source chunk is read whole for its fingerprint, also where nothing is written.
         read = inside if FINGERPRINT == 2 else written
-        value = tl.load(src_ptr, mask=read[:, None] & fits, other=0)
-        tl.store(dst_ptr, value, mask=written[:, None] & fits)
+        FROM: tl.constexpr = _LOAD_HINTS[FINGERPRINT if STAGED else 0]
+        TO: tl.constexpr = _STORE_HINTS[FINGERPRINT if STAGED else 0]
+        value = tl.load(src_ptr, mask=read[:, None] & fits, other=0, eviction_policy=FROM)
+        tl.store(dst_ptr, value, mask=written[:, None] & fits, eviction_policy=TO)
 
         if FINGERPRINT:
             # A chunk's payload is one outer step of its side.

@@ -47,6 +47,7 @@ class KernelCopy:
         max_programs: bound on the grid of a launch, or None.
         max_launch_bytes: bound on the payload of a launch.
         config: tile and grid, instead of what :func:`choose_config` picks.
+        staged: the chunk side is a slice that shall stay in the L2 cache.
     """
 
     def __init__(
@@ -57,10 +58,12 @@ class KernelCopy:
         max_programs: int | None,
         max_launch_bytes: int,
         config: CopyConfig | None = None,
+        staged: bool = False,
     ) -> None:
         self._legs = plan.legs
         self._unit = plan.unit
         self._chunk_side = plan.chunk_side
+        self._staged = staged
         # One tile shape for all legs; the one that moves most per block decides.
         most = max((leg.dst for leg in plan.legs), key=lambda plane: plane.rows * plane.block_bytes)
         self.config = config or choose_config(most, plan.unit, max_programs)
@@ -92,6 +95,7 @@ class KernelCopy:
             unit=self._unit,
             config=self.config,
             fingerprint=_FINGERPRINT[self._chunk_side],
+            staged=self._staged,
             inline=inline,
         )
 

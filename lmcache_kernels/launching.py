@@ -41,7 +41,13 @@ NOT_INLINE = (0,) * (1 + 2 * INLINE_IDS)
 
 
 def constants_of(
-    *, leg_slots: int, unit: int, config: CopyConfig, fingerprint: int, inline: bool
+    *,
+    leg_slots: int,
+    unit: int,
+    config: CopyConfig,
+    fingerprint: int,
+    staged: bool,
+    inline: bool,
 ) -> dict[str, Any]:
     """What a binary is compiled for. No stride and no size is among it.
 
@@ -49,6 +55,7 @@ def constants_of(
         leg_slots: legs, rounded up to a power of two.
         unit: bytes of one access.
         fingerprint: 0 none, 1 of the destination's chunks, 2 of the source's.
+        staged: whether the chunk side is a slice that shall stay in the L2 cache.
         inline: whether ids come as arguments.
     """
     return {
@@ -61,6 +68,7 @@ def constants_of(
         "HEADS": config.heads,
         "UNITS": config.units,
         "FINGERPRINT": fingerprint,
+        "STAGED": staged,
         "INLINE": inline,
     }
 

@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 HOPPER = GPUTarget("cuda", 90, 32)
-POINTERS = {"call": "*i32", "legs": "*i64", "rows": "*i64", "sums": "*i64"}
+TYPES = {"call": "*i32", "legs": "*i64", "rows": "*i64", "sums": "*i64", "shift": "i64"}
 ACCESS = {16: ".v4.b32", 8: ".v2.b32", 4: ".b32", 2: ".b16", 1: ".b8"}
 
 
@@ -35,7 +35,7 @@ ACCESS = {16: ".v4.b32", 8: ".v2.b32", 4: ".b32", 2: ".b16", 1: ".b8"}
 def ptx(constants: tuple[tuple[str, object], ...], num_warps: int) -> str:
     fixed = dict(constants)
     signature = {
-        name: POINTERS.get(name, "constexpr" if name in fixed else "i32")
+        name: TYPES.get(name, "constexpr" if name in fixed else "i32")
         for name in block_copy_kernel.arg_names
     }
     source = ASTSource(block_copy_kernel, signature, fixed)
@@ -43,7 +43,7 @@ def ptx(constants: tuple[tuple[str, object], ...], num_warps: int) -> str:
     return str(text)
 
 
-def constants(plan: CopyPlan, *, max_programs=None, fingerprint=0, inline=False):
+def constants(plan: CopyPlan, *, max_programs=None, fingerprint=0, staged=False, inline=False):
     """The constants a copy by this plan is compiled for, and its warps."""
     leg = max(plan.legs, key=lambda leg: leg.dst.rows * leg.dst.block_bytes)
     config = choose_config(leg.dst, plan.unit, max_programs)
@@ -52,6 +52,7 @@ def constants(plan: CopyPlan, *, max_programs=None, fingerprint=0, inline=False)
         unit=plan.unit,
         config=config,
         fingerprint=fingerprint,
+        staged=staged,
         inline=inline,
     )
     return tuple(found.items()), config.num_warps
@@ -65,8 +66,8 @@ def plans(group, tokens):
 
 
 def check_accesses(text: str, unit: int) -> None:
-    stores = re.findall(r"st\.global(?:\.L\S+)?(\.v\d)?(\.b\d+)", text)
-    loads = re.findall(r"ld\.global(?:\.L\S+)?(\.v\d)?(\.b\d+)", text)
+    stores = re.findall(r"st\.global(?:\.L\w+::\w+)*(\.v\d)?(\.b\d+)", text)
+    loads = re.findall(r"ld\.global(?:\.L\w+::\w+)*(\.v\d)?(\.b\d+)", text)
     assert stores
     assert {"".join(store) for store in stores} == {ACCESS[unit]}
     # Ids and tables are read too, but what is stored was loaded in the same way.
@@ -96,6 +97,8 @@ def test_caches_of_real_models_are_accessed_by_16_bytes(layout):
         {"fingerprint": 1},
         {"fingerprint": 2, "inline": True},
         {"fingerprint": 2, "max_programs": 16},
+        {"fingerprint": 1, "staged": True, "inline": True},
+        {"fingerprint": 2, "staged": True, "inline": True},
     ],
     ids=str,
 )

@@ -13,19 +13,15 @@ must be gathered before the link has anything to do, the last of a load is scatt
 
 
 def slice_sizes(nbytes: int, most: int, *, small_first: bool, small_last: bool) -> list[int]:
-    """Sizes of the slices of a chunk of ``nbytes``: even, but growing from or falling to small ones.
+    """Sizes of the slices of a chunk of ``nbytes``: even, but small at an end of the pipeline.
 
     Args:
         most: bytes of a slice.
         small_first, small_last: this end of the chunk is an end of the pipeline.
     """
-    ramp: list[int] = []
-    size = min(FIRST_BYTES, most)
-    while 2 * size <= most and sum(ramp) + 2 * size <= nbytes:
-        ramp.append(size)
-        size *= 2
-    first = ramp if small_first else []
-    last = ramp[::-1] if small_last and not small_first else []
+    small = min(FIRST_BYTES, most, nbytes)
+    first = [small] if small_first else []
+    last = [small] if small_last and not small_first else []
     rest = nbytes - sum(first) - sum(last)
     count = -(-rest // most)
     middle = [-(-rest // count)] * count if count else []

@@ -66,13 +66,16 @@ class StagedMover:
         slice_bytes: int = SLICE_BYTES,
         slices: int = SLICES,
         device: Device | None = None,
+        staged: bool = True,
     ) -> None:
         self._device = device or CudaDevice(groups[0].device)
 
         def direction(chunk_side: Side) -> _Direction:
             return _Direction(
                 self._device,
-                lambda: ChunkCopy(groups, layout, chunk_side, max_programs=max_programs),
+                lambda: ChunkCopy(
+                    groups, layout, chunk_side, max_programs=max_programs, staged=staged
+                ),
                 groups[0].device,
                 layout,
                 chunk_side,
