@@ -3,7 +3,8 @@
 Its owner holds an exclusive ``flock`` on the file as long as it lives. The kernel drops the lock
 with the process however that ends, so a segment whose lock is free belongs to nobody: no process
 ids are compared, and a reused one cannot be mistaken. Pages are allocated for real before the first
-use, so that a /dev/shm that is too small is an error here and never a SIGBUS later.
+use, so that a /dev/shm that is too small is an error here and never a SIGBUS later. They are of 2 MB
+where the file system allows it (``huge=advise``).
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ from lmcache_kernels.errors import (
     RemoteProtocolError,
 )
 
+from .first_touch import NO_ROOM, allocate_pages
+from .memory_room import check_room, no_room
+from .numa import check_node, prefer_node
+
 logger = logging.getLogger(__name__)
 
 SHM_DIRECTORY = Path("/dev/shm")
 NAME_PATTERN = re.compile(r"lmcache_kernels_[0-9a-f]{32}")
 
 _CREATE_ATTEMPTS = 16  # each lost only if a sweeper strikes between two adjacent system calls
-_RESERVE_STEP = 1 << 30  # bytes; a signal that interrupts the reservation costs one step
 
 
 class Arena:
@@ -63,26 +67,47 @@ class Arena:
         self._let_go.atexit = owner
 
     @classmethod
-    def create(cls, nbytes: int, directory: Path = SHM_DIRECTORY) -> Arena:
+    def create(
+        cls, nbytes: int, directory: Path = SHM_DIRECTORY, *, numa_node: int | None = None
+    ) -> Arena:
         """A new region, zeroed and owned by this process; stale ones are swept first.
 
+        Takes about a second for 5 GB, see :mod:`.first_touch`.
+
+        Args:
+            numa_node: where the memory comes from as long as there is some, best the GPU's
+                (:func:`.numa.node_of`).
+
         Raises:
-            ConfigError: a size below 1, or a directory that cannot be used.
+            ConfigError: a size below 1, a node that is not there, or a directory that cannot be
+                used.
             CapacityError: not so much room; nothing is left behind.
         """
         if nbytes < 1:
             raise ConfigError(f"arena size: expected >= 1 byte, got {nbytes}")
+        if numa_node is not None:
+            check_node(numa_node)
         try:
             sweep_stale_segments(directory)
-            _check_room(nbytes, directory)
+            check_room(nbytes, directory)
             path, descriptor = _create_locked(directory)
             try:
-                _reserve(descriptor, nbytes, directory)
-                return cls(path, nbytes, descriptor, owner=True)
+                os.truncate(descriptor, nbytes)
+                arena = cls(path, nbytes, descriptor, owner=True)
             except BaseException:
                 path.unlink(missing_ok=True)
                 os.close(descriptor)
                 raise
+            try:
+                if numa_node is not None:
+                    prefer_node(arena.address, nbytes, numa_node)
+                allocate_pages(arena.address, nbytes, descriptor)
+            except BaseException as error:
+                arena.close()  # first: what it had taken counts as free again
+                if isinstance(error, OSError) and error.errno in NO_ROOM:
+                    raise no_room(nbytes, directory) from error
+                raise
+            return arena
         except OSError as error:
             raise ConfigError(f"arena directory {directory}: cannot be used: {error}") from error
 
@@ -208,32 +233,6 @@ def _is_same_file(path: Path, descriptor: int) -> bool:
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def _check_room(nbytes: int, directory: Path) -> None:
-    status = os.statvfs(directory)
-    have = status.f_bavail * status.f_frsize
-    if status.f_blocks and nbytes > have:  # a tmpfs without a limit reports no blocks at all
-        raise _no_room(nbytes, have, directory)
-
-
-def _reserve(descriptor: int, nbytes: int, directory: Path) -> None:
-    try:
-        for offset in range(0, nbytes, _RESERVE_STEP):
-            os.posix_fallocate(descriptor, offset, min(_RESERVE_STEP, nbytes - offset))
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
-            raise
-        status = os.statvfs(directory)
-        raise _no_room(nbytes, status.f_bavail * status.f_frsize, directory) from error
-
-
-def _no_room(need: int, have: int, directory: Path) -> CapacityError:
-    return CapacityError(
-        f"arena: need {need} bytes in {directory}, have {have} ({need / 2**30:.2f} GiB of "
-        f"{have / 2**30:.2f} GiB). Ask for a smaller arena, or give "
-        f"{directory} more (docker: --shm-size; otherwise: mount -o remount,size=... {directory})"
-    )
 
 
 def _let_go(memory: mmap.mmap, descriptor: int, owned: Path | None, creator: int) -> None:

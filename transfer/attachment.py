@@ -10,14 +10,19 @@ from lmcache_kernels.errors import LayoutError, RemoteProtocolError
 
 from .arena import Arena
 from .moves import ChunkMove
+from .pinning import PinnedRegion
 from .slot_header import HEADER_BYTES, pack_header, read_header
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from .messages import Registered
 
 logger = logging.getLogger(__name__)
+
+PIN_PATIENCE = 1.0
+"""Seconds that a copy waits for CUDA to register the memory it goes through. A piece takes some 50 ms
+and what is waited for comes next; without, the copy is several times as slow."""
 
 
 class Attachment:
@@ -32,7 +37,7 @@ class Attachment:
         incarnation: of that server.
         shard: id of the slice this worker moves; goes into and is checked in every slot header.
         payload_bytes: of one chunk.
-        pin: register the memory with CUDA.
+        pin: register the memory with CUDA, in the background.
 
     Raises:
         PeerGone, RemoteProtocolError or CapacityError: an arena that is not there, is not what the
@@ -52,14 +57,16 @@ class Attachment:
         self._shard = shard
         self._payload_bytes = payload_bytes
         self._arena = Arena.attach(registered.arena_name, registered.arena_bytes)
-        self._pinned = None
-        if pin:
-            from .pinning import PinnedRegion
-
-            self._pinned = PinnedRegion(self._arena.address, self._arena.nbytes)
         self._lock = threading.Lock()
         self._users = 0
         self._retired = False
+        self._when_unused: list[Callable[[], None]] = []
+        self._patience = PIN_PATIENCE
+        self._pinned = None
+        if pin:
+            self._pinned = PinnedRegion(
+                self._arena.address, self._arena.nbytes, when_unused=self._call_when_unused
+            )
 
     def hold(self) -> None:
         with self._lock:
@@ -68,17 +75,25 @@ class Attachment:
     def release(self) -> None:
         with self._lock:
             self._users -= 1
-            last = self._retired and self._users == 0
-        if last:
-            self._close()
+            self._call_if_unused()
 
     def retire(self) -> None:
         """No further users will come."""
         with self._lock:
-            last = not self._retired and self._users == 0
-            self._retired = True
-        if last:
-            self._close()
+            if not self._retired:
+                self._retired = True
+                self._when_unused.append(self._close)
+                self._call_if_unused()
+
+    def _call_when_unused(self, action: Callable[[], None]) -> None:
+        """Now, or when the last user has released; nobody can hold this before it returned."""
+        with self._lock:
+            self._when_unused.append(action)
+            self._call_if_unused()
+
+    def _call_if_unused(self) -> None:
+        while self._users == 0 and self._when_unused:
+            self._when_unused.pop(0)()
 
     def _close(self) -> None:
         if self._pinned is not None:
@@ -98,10 +113,13 @@ class Attachment:
             previous_end = offset + span
 
     def move(self, offset: int, blocks: tuple[tuple[int, ...], ...]) -> ChunkMove:
-        """The slot's payload and the blocks it goes with."""
+        """The slot's payload, registered with CUDA if that does not take long, and its blocks."""
         address = self._arena.address + offset + HEADER_BYTES
-        cuts = self._pinned.cuts(address, self._payload_bytes) if self._pinned is not None else ()
-        return ChunkMove(address, blocks, cuts)
+        if self._pinned is None:
+            return ChunkMove(address, blocks)
+        if not self._pinned.wait_for(address, self._payload_bytes, self._patience):
+            self._patience = 0.0  # nor will the others be any sooner
+        return ChunkMove(address, blocks, self._pinned.cuts(address, self._payload_bytes))
 
     def erase_header(self, offset: int) -> None:
         """Before a slot is written: whoever finds it half-written must not take it for a chunk."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from lmcache_kernels.errors import TransferFailed
+
+from .cuda_host import cuda_runtime, quick_runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,6 +87,7 @@ class CudaDevice:
 
     def __init__(self, name: str) -> None:
         self._device = torch.device(name)
+        self._runtime = quick_runtime()
 
     def current(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self._device)
@@ -108,17 +110,24 @@ class CudaDevice:
         return torch.cuda.Event()
 
     def record(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-        event.record(stream)
+        if not event.cuda_event:
+            event.record(stream)  # torch makes it now
+            return
+        self._queued(self._runtime.cudaEventRecord(event.cuda_event, stream.cuda_stream), "event")
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        stream.wait_event(event)
+        if event.cuda_event:
+            code = self._runtime.cudaStreamWaitEvent(stream.cuda_stream, event.cuda_event, 0)
+            self._queued(code, "wait")
 
     def copy(self, stream: torch.cuda.Stream, to: int, origin: int, nbytes: int) -> None:
-        # torch's copy_ costs the host 14 us with its stream context, this 2 (H200's host, torch
-        # 2.11, 30 November 2026).
-        code = _runtime().cudaMemcpyAsync(to, origin, nbytes, _ANY_DIRECTION, stream.cuda_stream)
+        code = self._runtime.cudaMemcpyAsync(to, origin, nbytes, _ANY_DIRECTION, stream.cuda_stream)
+        self._queued(code, f"copy of {nbytes} bytes")
+
+    def _queued(self, code: int, what: str) -> None:
         if code:
-            raise TransferFailed(f"a copy of {nbytes} bytes was refused: CUDA error {code}")
+            cuda_runtime().cudaGetLastError()  # or CUDA tells it to whoever asks next
+            raise TransferFailed(f"CUDA refused a {what}: error {code}")
 
     def run(
         self, stream: torch.cuda.Stream, launch: Callable[..., object], *arguments: Any
@@ -155,20 +164,9 @@ class EventCompletion:
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
     handle = ctypes.c_void_p()
-    code = _runtime().cudaStreamCreateWithPriority(
+    code = cuda_runtime().cudaStreamCreateWithPriority(
         ctypes.byref(handle), _NON_BLOCKING, _LOWEST_PRIORITY
     )
     if code:
         raise TransferFailed(f"no stream on {device}: CUDA error {code}")
     return torch.cuda.ExternalStream(handle.value, device)
-
-
-@cache
-def _runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded."""
-    version = (torch.version.cuda or "").split(".")[0]
-    runtime = ctypes.CDLL(f"libcudart.so.{version}")
-    address, size = ctypes.c_void_p, ctypes.c_size_t
-    runtime.cudaStreamCreateWithPriority.argtypes = [address, ctypes.c_uint, ctypes.c_int]
-    runtime.cudaMemcpyAsync.argtypes = [address, address, size, ctypes.c_int, address]
-    return runtime

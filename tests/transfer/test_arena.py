@@ -107,6 +107,54 @@ def test_the_file_is_private_and_fully_reserved(shm: Path) -> None:
     arena.close()
 
 
+def test_pages_are_of_2_mb_where_the_file_system_allows_it(shm: Path) -> None:
+    script = """
+import pathlib, sys
+from lmcache_kernels.transfer.arena import Arena
+def huge():
+    info = pathlib.Path("/proc/meminfo").read_text().split()
+    return int(info[info.index("ShmemHugePages:") + 1])
+before = huge()
+arena = Arena.create(8 << 20, pathlib.Path(sys.argv[1]))
+assert huge() - before >= 6 << 10, huge() - before
+"""
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this kernel has no pages of 2 MB")
+    on_a_small_file_system(shm, 16 * MIB, script, ",huge=advise")
+
+
+def test_a_node_that_is_not_there_is_refused_before_anything_is_made(shm: Path) -> None:
+    with pytest.raises(ConfigError, match=r"numa_node: expected one of \[0.*, got 4711"):
+        Arena.create(PAGE, shm, numa_node=4711)
+    assert files(shm) == set()
+
+
+def test_the_node_is_asked_for_before_the_first_page(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def prefer(address: int, nbytes: int, node: int) -> None:
+        asked.append((address, nbytes, node, used_bytes(shm)))
+
+    monkeypatch.setattr(arena_module, "check_node", lambda _: None)
+    monkeypatch.setattr(arena_module, "prefer_node", prefer)
+    arena = Arena.create(3 * PAGE, shm, numa_node=1)
+    assert asked == [(arena.address, 3 * PAGE, 1, 0)]
+    assert used_bytes(shm) == 3 * PAGE
+    arena.close()
+
+
+def test_a_server_process_makes_an_arena_without_torch(shm: Path) -> None:
+    script = """
+import pathlib, sys
+from lmcache_kernels.transfer.arena import Arena
+Arena.create(1 << 20, pathlib.Path(sys.argv[1])).close()
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script, str(shm)], check=True, timeout=60)
+
+
 def test_address_is_where_the_view_is(shm: Path) -> None:
     import ctypes
 
@@ -337,23 +385,19 @@ def test_fault_f03_more_than_there_is_fails_at_once(shm: Path) -> None:
     assert files(shm) == set()
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("code", [errno.EFAULT, errno.ENOMEM, errno.ENOSPC, errno.EIO])
 def test_fault_f03_a_reservation_that_fails_half_way_leaves_nothing(
     shm: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """Somebody else takes the room after it was counted, or the system fails in another way."""
-    reserve = os.posix_fallocate
-    calls = []
+    allocate = arena_module.allocate_pages
 
-    def fails_at_the_third_step(descriptor: int, offset: int, size: int) -> None:
-        calls.append(size)
-        if len(calls) == 3:
-            raise OSError(code, os.strerror(code))
-        reserve(descriptor, offset, size)
+    def fails_after_a_while(address: int, nbytes: int, descriptor: int) -> None:
+        allocate(address, 2 * PAGE, descriptor)
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "posix_fallocate", fails_at_the_third_step)
-    monkeypatch.setattr(arena_module, "_RESERVE_STEP", PAGE)
-    expected = CapacityError if code == errno.ENOSPC else ConfigError
+    monkeypatch.setattr(arena_module, "allocate_pages", fails_after_a_while)
+    expected = ConfigError if code == errno.EIO else CapacityError
     descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(expected):
         Arena.create(4 * PAGE + 1, shm)
@@ -361,31 +405,13 @@ def test_fault_f03_a_reservation_that_fails_half_way_leaves_nothing(
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_fault_f03_a_small_file_system_never_means_sigbus(shm: Path) -> None:
-    """On a real file system of 1 MiB: refused by its count and by its reservation; what fits works."""
-    script = f"""
-import sys, pathlib
-from lmcache_kernels.errors import CapacityError
-from lmcache_kernels.transfer import arena
-directory = pathlib.Path(sys.argv[1])
-def refused():
-    try:
-        arena.Arena.create({MIB + PAGE}, directory)
-    except CapacityError as error:
-        assert "have {MIB}" in str(error), error
-        assert not list(directory.iterdir())
-        return True
-assert refused()
-arena._check_room = lambda *_: None
-assert refused()
-fits = arena.Arena.create({MIB}, directory)
-fits.view(0, {MIB})[:] = b"x" * {MIB}
-fits.close()
-"""
-    mount = 'mount -t tmpfs -o size=1m none "$0" 2>/dev/null || exit 77; exec "$@"'
+def on_a_small_file_system(directory: Path, nbytes: int, script: str, options: str = "") -> None:
+    """Run a script with ``directory`` on a file system of its own."""
+    mount = f'mount -t tmpfs -o size={nbytes}{options} none "$0" 2>/dev/null || exit 77; exec "$@"'
+    python = [sys.executable, "-c", script, str(directory)]
     try:
         result = subprocess.run(
-            ["unshare", "-rm", "sh", "-c", mount, shm, sys.executable, "-c", script, shm],
+            ["unshare", "-rm", "sh", "-c", mount, directory, *python],
             capture_output=True,
             text=True,
             timeout=60,
@@ -395,6 +421,63 @@ fits.close()
     if result.returncode == 77 or "unshare" in result.stderr:
         pytest.skip("this user may not mount a file system of its own")
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("populate", [True, False], ids=["populate", "fallocate"])
+def test_fault_f03_a_small_file_system_never_means_sigbus(shm: Path, populate: bool) -> None:
+    """On a real file system of 1 MiB: refused by its count and by its reservation; what fits works."""
+    script = f"""
+import sys, pathlib
+from lmcache_kernels.errors import CapacityError
+from lmcache_kernels.transfer import arena, first_touch
+directory = pathlib.Path(sys.argv[1])
+first_touch.PIECE_BYTES = 1 << 18
+if not {populate}:
+    first_touch._MADV_POPULATE_WRITE = 12345
+def refused():
+    try:
+        arena.Arena.create({MIB + PAGE}, directory)
+    except CapacityError as error:
+        assert "have {MIB}" in str(error), error
+        assert not list(directory.iterdir())
+        return True
+assert refused()
+arena.check_room = lambda *_: None
+assert refused()
+fits = arena.Arena.create({MIB}, directory)
+fits.view(0, {MIB})[:] = b"x" * {MIB}
+fits.close()
+"""
+    on_a_small_file_system(shm, MIB, script)
+
+
+def test_fault_f03_starts_that_race_for_the_room_all_end_well(shm: Path) -> None:
+    """Room for one and a half: each of two gets all of it or an error, and nobody a SIGBUS."""
+    script = """
+import os, pathlib, sys
+from lmcache_kernels.errors import CapacityError
+from lmcache_kernels.transfer import arena
+directory = pathlib.Path(sys.argv[1])
+arena.check_room = lambda *_: None
+def race():
+    for _ in range(40):
+        try:
+            mine = arena.Arena.create(2 << 20, directory)
+        except CapacityError:
+            continue
+        mine.view(0, mine.nbytes)[:] = bytes([7]) * mine.nbytes
+        mine.close()
+children = []
+for _ in range(2):
+    child = os.fork()
+    if child == 0:
+        race()
+        os._exit(0)
+    children.append(child)
+assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+assert not list(directory.iterdir())
+"""
+    on_a_small_file_system(shm, 3 * MIB, script)
 
 
 def test_fault_f03_concurrent_starts_do_not_take_each_others_segments(shm: Path) -> None:
@@ -424,3 +507,23 @@ def test_fault_f03_concurrent_starts_do_not_take_each_others_segments(shm: Path)
     for owner in owners:
         finish(owner)
     assert files(shm) == set()
+
+
+def test_fault_f08_what_was_asked_for_is_what_is_used(shm: Path) -> None:
+    """Neither the file nor the process grows by more than 2 % beyond the request: no power of two."""
+    asked = 5 * MIB
+    resident = resident_shared_memory()
+    arena = Arena.create(asked, shm)
+    assert asked <= used_bytes(shm) <= 1.02 * asked
+    assert asked <= resident_shared_memory() - resident <= 1.02 * asked
+    attached = Arena.attach(arena.name, asked, shm)
+    assert used_bytes(shm) <= 1.02 * asked, "attaching takes no second copy"
+    attached.close()
+    arena.close()
+    assert resident_shared_memory() - resident <= 0.02 * asked
+
+
+def resident_shared_memory() -> int:
+    """Bytes of shared memory that this process has mapped and touched."""
+    status = Path("/proc/self/status").read_text().split()
+    return int(status[status.index("RssShmem:") + 1]) << 10
