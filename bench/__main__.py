@@ -15,7 +15,7 @@ from .options import Options
 from .report import render
 from .results import SCHEMA, Document, ResultError, read, write
 
-BENCHMARKS = ("kernels", "peer", "store_load", "host_cost", "sweep")
+BENCHMARKS = ("kernels", "peer", "engine", "arena", "host_cost", "sweep")
 DEVICES = {"peer": 2}
 """How many GPUs a benchmark needs, where that is not one."""
 
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--size-mb", type=int, default=256, help="least payload of a case")
     run.add_argument("--rounds", type=_at_least_two, default=15, help="timed runs of everyone")
     run.add_argument("--only", metavar="PATTERN", help="cases that have this in their title")
-    run.add_argument("--max-programs", type=int, help="bound on the kernels' grid (store_load)")
+    run.add_argument("--max-programs", type=int, help="bound on the kernels' grid (engine)")
     run.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
     run.add_argument("--report", type=Path, metavar="FILE", help="also write a page with plots")
     run.add_argument(

@@ -27,7 +27,10 @@ class Group:
 def bar_chart(
     title: str, groups: Sequence[Group], series: Sequence[str], *, limit: float, unit: str
 ) -> str:
-    """``series`` decides each one's colour; a bar beyond ``limit`` is cut there and says so."""
+    """``series`` decides each one's colour; a bar beyond ``limit`` is cut there and says so.
+
+    A bar of a value below zero has no length.
+    """
     height = TOP + sum(len(g.bars) * BAR + GAP for g in groups) + BOTTOM
     width = LABEL_WIDTH + PLOT_WIDTH + VALUE_WIDTH
     parts = [
@@ -71,7 +74,7 @@ def _grid(height: float, limit: float, unit: str) -> list[str]:
 
 
 def _bar(y: float, name: str, value: float, colour: int, limit: float, unit: str) -> str:
-    length = PLOT_WIDTH * min(value, limit) / limit
+    length = PLOT_WIDTH * min(max(value, 0.0), limit) / limit
     shown = f"{value:.3g}{unit}" + (" →" if value > limit else "")
     return (
         f'<g><title>{escape(name)}: {shown}</title><rect class="b{colour}" x="{LABEL_WIDTH}" '

@@ -145,7 +145,7 @@ def _triton_launch(work: Workload, ids: list[int]) -> Callable[[], object]:
 def _lmcache(work: Workload, ids: list[int]) -> Callable[[], object]:
     if len(ids) % work.blocks_per_chunk:
         raise NotApplicable(f"moves whole objects of {CHUNK_TOKENS} tokens")
-    launcher = launcher_for(work)
+    launcher = launcher_for(work, work.chunk)
     launcher(ids)
     return partial(launcher, ids)
 

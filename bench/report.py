@@ -60,8 +60,11 @@ ABOUT = {
     "peer": "Blocks of one GPU copied to other blocks of another GPU over NVLink. Pushed: the source's "
     "GPU runs the kernel; pulled: the destination's. The ceiling is one peer copy of as many bytes. "
     "Heads a-b: only these heads of the source, which are all that the destination has.",
-    "store_load": "Chunks through a server process and its shared memory. The ceiling is one copy of "
-    "as many bytes between pinned memory and the GPU.",
+    "engine": "Whole chunks between a cache and pinned host memory, with checksums. Link: every layout, "
+    "one way; the ceiling is one plain copy of 256 MiB. Two-way: both at once; the ceiling is two plain "
+    "copies at once. Decode and gemm: how much longer a step of a loop takes while copies fill the link, "
+    "and what was copied meanwhile. Latency: through a server process, from the call until the result. "
+    "Submit: what handing over a store costs the engine's thread.",
     "sweep": "Tile shapes of the kernel against each other; ours is the one the library picks.",
     "host_cost": "What one call costs the host while the device keeps up: ids checked, packed and "
     "brought to the device, kernel launched.",
@@ -81,7 +84,7 @@ def _section(document: Document) -> str:
     kinds: dict[str, list[Row]] = {}
     for row in document.rows:
         extra = f", {row.variant}" if row.variant != "plain" else ""
-        kinds.setdefault(row.direction + extra, []).append(row)
+        kinds.setdefault(f"{row.part} {row.direction}{extra}".lstrip(), []).append(row)
     charts = [_chart(rows, kind, series) for kind, rows in kinds.items()]
     return "\n".join(
         [
@@ -91,6 +94,7 @@ def _section(document: Document) -> str:
             legend(series),
             *charts,
             _times(document.rows),
+            _beside([row for row in document.rows if row.beside]),
             _absent(document.rows),
             "</section>",
         ]
@@ -111,7 +115,15 @@ def _machine(document: Document) -> str:
 
 
 def _chart(rows: Sequence[Row], kind: str, series: Sequence[str]) -> str:
-    if all(row.ceiling for row in rows):
+    if all(row.beside for row in rows):
+        title = (
+            f"{kind}: percent that a step takes longer while copies fill the link, less is better"
+        )
+        groups = [
+            Group(_label(r), tuple((n, 100 * (r.slowdown(n) - 1)) for n in r.beside)) for r in rows
+        ]
+        limit, unit = max(1.0, _largest(groups)), " %"
+    elif all(row.ceiling for row in rows):
         title = f"{kind}: rate as a part of the ceiling's, {rows[0].ceiling.replace('_', ' ')}"
         groups = [
             Group(_label(r), tuple((n, r.of_ceiling(n)) for n in r.seconds if n != r.ceiling))
@@ -123,21 +135,25 @@ def _chart(rows: Sequence[Row], kind: str, series: Sequence[str]) -> str:
         groups = [
             Group(_label(r), tuple((n, s.p50 * 1e6) for n, s in r.seconds.items())) for r in rows
         ]
-        limit, unit = max(value for group in groups for _, value in group.bars), " us"
+        limit, unit = _largest(groups), " us"
     chart = bar_chart(title, groups, series, limit=limit, unit=unit)
     return f'<h3>{escape(title)}</h3>\n<div class="scroll">{chart}</div>'
 
 
+def _largest(groups: Sequence[Group]) -> float:
+    return max(value for group in groups for _, value in group.bars)
+
+
 def _label(row: Row) -> str:
-    return row.title.replace(f" {row.direction}", "", 1)
+    return row.title.removeprefix(f"{row.part} ").replace(f" {row.direction}", "", 1)
 
 
 def _times(rows: Sequence[Row]) -> str:
     heads = "".join(
         f'<th scope="col">{name}</th>'
         for name in (
-            *("case", "run, B", "who", "MB", "p20, us", "p50, us", "p80, us"),
-            *("GB/s", "of ceiling", "ours is times as fast", "bit-exact"),
+            *("case", "run, B", "who", "MB", "p20, us", "p50, us", "p80, us", "p99, us"),
+            *("GB/s", "of ceiling", "ours is times as fast", "bit-exact", "parts, us"),
         )
     )
     lines = "\n".join(_line(row, name) for row in rows for name in row.seconds)
@@ -156,13 +172,45 @@ def _line(row: Row, name: str) -> str:
         escape(name.replace("_", " ")),
         f"{moved / 1e6:.1f}" if moved else "",
         *(f"{seconds * 1e6:.1f}" for seconds in (spread.p20, spread.p50, spread.p80)),
+        "" if spread.p99 is None else f"{spread.p99 * 1e6:.1f}",
         f"{row.gb_s(name):.0f}" if moved else "",
         f"{row.of_ceiling(name):.3f}" if row.ceiling else "",
         f"{row.ratios[name]:.2f}" if name in row.ratios else "",
         "" if name != OURS else "yes" if row.bit_exact else '<span class="bad">NO</span>',
+        "" if name != OURS else _parts(row),
     ]
     data = "".join(f"<td>{cell}</td>" for cell in cells)
     return f'<tr><th scope="row">{escape(row.title)}</th>{data}</tr>'
+
+
+def _parts(row: Row) -> str:
+    return ", ".join(
+        f"{escape(name.replace('_', ' '))} {seconds * 1e6:.1f}"
+        for name, seconds in row.parts.items()
+    )
+
+
+def _beside(rows: Sequence[Row]) -> str:
+    """What was copied beside a loop; nothing where no loop was timed."""
+    if not rows:
+        return ""
+    heads = "".join(
+        f'<th scope="col">{name}</th>'
+        for name in ("loop", "who copies", "step, us", "times as long as alone", "copied, GB/s")
+    )
+    lines = "\n".join(
+        f'<tr><th scope="row">{escape(row.title)}</th><td>{escape(name.replace("_", " "))}</td>'
+        f"<td>{row.seconds[name].p50 * 1e6:.1f}</td><td>{row.slowdown(name):.3f}</td><td>"
+        + ", ".join(f"{escape(way)} {rate / 1e9:.1f}" for way, rate in rates.items())
+        + "</td></tr>"
+        for row in rows
+        for name, rates in row.beside.items()
+    )
+    return (
+        '<div class="scroll"><table><caption>Steps of a loop while copies fill the link, and how much '
+        f"was copied meanwhile.</caption>\n<thead><tr>{heads}</tr></thead>\n"
+        f"<tbody>\n{lines}\n</tbody></table></div>"
+    )
 
 
 def _absent(rows: Sequence[Row]) -> str:

@@ -16,7 +16,10 @@ from .timing import Spread  # noqa: TC001 - msgspec reads the fields' types
 if TYPE_CHECKING:
     from pathlib import Path
 
-SCHEMA = 2
+SCHEMA = 3
+READABLE = (2, 3)
+"""Schema 2 has no parts of a benchmark, no traffic beside a loop and no 99th percentiles."""
+
 OURS = "ours"
 
 
@@ -51,6 +54,10 @@ class Row:
         ratios: per other contender, the rate of ours over its rate.
         absent: why a contender did not take part.
         parts: where the time of ours went, in seconds.
+        part: of a benchmark that has several.
+        beside: for a loop that is timed while a contender copies: per contender and direction, the
+            bytes a second that it copied. Its ``seconds`` are of a step of the loop, and the ceiling
+            is the loop alone.
     """
 
     case: str
@@ -68,15 +75,19 @@ class Row:
     ratios: dict[str, float] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
+    part: str = ""
+    beside: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[object, ...]:
         """Rows of two files with equal keys measured the same thing."""
-        return (self.case, self.variant, self.direction, self.ids, self.bytes, self.max_programs)
+        conditions = (self.case, self.variant, self.direction, self.ids, self.max_programs)
+        return (self.part, *conditions, self.bytes)
 
     @property
     def title(self) -> str:
-        conditions = title_of(self.case, self.direction, self.variant, self.ids, self.max_programs)
+        case = f"{self.part} {self.case}".lstrip()
+        conditions = title_of(case, self.direction, self.variant, self.ids, self.max_programs)
         return f"{conditions}, {self.bytes / 2**20:.0f} MiB" if self.bytes else conditions
 
     def rate(self, contender: str) -> float:
@@ -89,6 +100,10 @@ class Row:
 
     def of_ceiling(self, contender: str) -> float:
         return self.rate(contender) / self.rate(self.ceiling)
+
+    def slowdown(self, contender: str) -> float:
+        """How many times as long as alone a step of the loop takes."""
+        return self.seconds[contender].p50 / self.seconds[self.ceiling].p50
 
 
 @dataclass(frozen=True)
@@ -108,7 +123,7 @@ def with_ratios(row: Row) -> Row:
 def problems(document: Document) -> list[str]:
     """What a result says that cannot be."""
     found = []
-    if document.schema != SCHEMA:
+    if document.schema not in READABLE:
         found.append(f"schema: expected {SCHEMA}, got {document.schema}")
     for row in document.rows:
         where = row.title
@@ -118,10 +133,12 @@ def problems(document: Document) -> list[str]:
         if row.ceiling and row.ceiling not in row.seconds:
             found.append(f"{where}: no time of the ceiling {row.ceiling!r}")
         for name, spread in row.seconds.items():
-            if not 0 < spread.p20 <= spread.p50 <= spread.p80:
+            top = spread.p80 if spread.p99 is None else spread.p99
+            if not 0 < spread.p20 <= spread.p50 <= spread.p80 <= top:
                 found.append(f"{where}: quantiles of {name!r} out of order: {spread}")
         if row.ratios != with_ratios(row).ratios:
             found.append(f"{where}: ratios do not follow from the times")
+        found += [f"{where}: no time of {name!r}" for name in row.beside if name not in row.seconds]
     return found
 
 

@@ -36,17 +36,21 @@ class Contender:
 
 @dataclass(frozen=True)
 class Spread:
-    """Seconds."""
+    """Seconds. ``p99``: of a hundred values or more."""
 
     p20: float
     p50: float
     p80: float
+    p99: float | None = None
 
 
 def spread_of(seconds: Sequence[float]) -> Spread:
     """Of at least two values."""
     deciles = statistics.quantiles(seconds, n=10, method="inclusive")
-    return Spread(deciles[1], statistics.median(seconds), deciles[7])
+    p99 = None
+    if len(seconds) >= 100:
+        p99 = statistics.quantiles(seconds, n=100, method="inclusive")[98]
+    return Spread(deciles[1], statistics.median(seconds), deciles[7], p99)
 
 
 class Clock(Protocol):

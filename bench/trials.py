@@ -27,6 +27,7 @@ class Trial:
         max_programs: bound on the kernel's grid; None: none.
         variant: which of the library's copies is measured, a name in
             ``kernels.OURS_BY_VARIANT``.
+        chunk_tokens: tokens of one chunk, whole blocks.
     """
 
     case: Case
@@ -35,6 +36,7 @@ class Trial:
     ids: str = "random"
     max_programs: int | None = None
     variant: str = "plain"
+    chunk_tokens: int = CHUNK_TOKENS
 
     @property
     def title(self) -> str:

@@ -11,15 +11,23 @@ from typing import TYPE_CHECKING
 
 from bench.timing import Contender
 
-from . import index_select, lmcache_ops, memcpy_batch, per_block, plain, vllm_swap
+from . import (
+    index_select,
+    lmcache_ops,
+    lmcache_staged,
+    memcpy_batch,
+    per_block,
+    plain,
+    vllm_swap,
+)
 from .base import Baseline, NotApplicable, ready
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping
 
     from bench.workload import Workload
 
-__all__ = ["BASELINES", "Baseline", "NotApplicable", "enter", "ready"]
+__all__ = ["BASELINES", "TO_HOST", "Baseline", "NotApplicable", "enter", "ready"]
 
 BASELINES: dict[str, Callable[[Workload], Baseline]] = {
     "plain": plain.prepare,
@@ -29,11 +37,22 @@ BASELINES: dict[str, Callable[[Workload], Baseline]] = {
     "lmcache": lmcache_ops.prepare,
     "vllm_swap": vllm_swap.prepare,
 }
+"""Inside GPU memory."""
+
+TO_HOST: dict[str, Callable[[Workload], Baseline]] = {
+    "lmcache_staged": lmcache_staged.prepare,
+    "lmcache_direct": lmcache_ops.prepare,
+    "memcpy_batch": memcpy_batch.prepare,
+    "vllm_swap": vllm_swap.prepare,
+}
+"""Between GPU memory and chunks in pinned host memory."""
 
 
-def enter(work: Workload, names: Sequence[str]) -> tuple[list[Contender], dict[str, str]]:
-    """Of those named, who can do this work and did it right once; and why the others did not."""
-    found, absent = ready({name: partial(_checked, BASELINES[name], work) for name in names})
+def enter(
+    work: Workload, candidates: Mapping[str, Callable[[Workload], Baseline]]
+) -> tuple[list[Contender], dict[str, str]]:
+    """Which candidates can do this work and did it right once; and why the others did not."""
+    found, absent = ready({name: partial(_checked, c, work) for name, c in candidates.items()})
     return [Contender(name, b.run, b.moved) for name, b in found.items()], absent
 
 

@@ -1,6 +1,7 @@
-"""LMCache's kernel ``multi_layer_block_kv_transfer`` between the cache and chunks in GPU memory.
+"""LMCache's kernel ``multi_layer_block_kv_transfer`` between the cache and chunks.
 
-Only its compiled module is loaded, from wherever a wheel of LMCache lies on the path; the package
+The chunks lie where those of the workload do: in GPU memory, or in pinned memory that the kernel
+reaches over the link. Only its compiled module is loaded, from wherever a wheel of LMCache lies on the path; the package
 around it is not imported. It is driven as LMCache drives it: ids uploaded once, then one launch for
 four objects of 256 tokens. An object is [K/V, layer, token, heads * dim]; fused pages count as one
 tensor of doubled dim, and latent ones as one of one head.
@@ -11,20 +12,18 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 from array import array
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bench import cases
-from bench.trials import CHUNK_TOKENS
-from bench.workload import POISON
 
 from .base import Baseline, NotApplicable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from bench.workload import Workload
 
@@ -45,62 +44,69 @@ FORMATS = {
 
 
 def prepare(work: Workload) -> Baseline:
-    launcher = launcher_for(work)
-    objects = launcher.objects
-    chunks, per_chunk = len(objects), work.blocks_per_chunk
-    kv, _, tokens, heads, dim = work.views[0].shape
-    shape = (chunks, kv, len(work.views), per_chunk, tokens, heads, dim)
-    whole = objects.view(work.views[0].dtype).view(shape)
+    launcher = launcher_for(work, work.chunk)
     return Baseline(
         run=lambda: launcher(work.ids),
         moved=work.moved,
-        poison=(lambda: objects.fill_(POISON)) if work.gathers else work.poison,
-        is_exact=lambda: work.is_exact(chunk_view=lambda layer: whole[:, :, layer]),
+        poison=work.poison,
+        is_exact=lambda: work.is_exact(layer_of=partial(layer_of, work)),
     )
 
 
-class Launcher:
-    """Moves blocks between the cache of a workload and ``objects``, uint8 [chunk, bytes]."""
+def layer_of(work: Workload, objects: torch.Tensor, layer: int) -> torch.Tensor:
+    """One layer of LMCache's objects as [object, kv, block, token, head, dim]."""
+    kv, _, tokens, heads, dim = work.views[0].shape
+    shape = (len(objects), kv, len(work.views), work.blocks_per_chunk, tokens, heads, dim)
+    return objects.view(work.views[0].dtype).view(shape)[:, :, layer]
 
-    def __init__(self, work: Workload, ops: Any, format_name: str) -> None:
+
+class Launcher:
+    """Moves blocks between the cache of a workload and ``objects``, uint8 [object, byte]."""
+
+    def __init__(self, work: Workload, objects: torch.Tensor, ops: Any, format_name: str) -> None:
         kv, blocks, tokens, heads, dim = work.views[0].shape
         shape = ops.PageBufferShapeDesc()
         shape.kv_size, shape.nl, shape.nb, shape.bs = kv, len(work.views), blocks, tokens
         shape.nh, shape.hs = heads, dim
         shape.element_size = work.views[0].element_size()
         device = torch.device(work.device)
-        self.objects = torch.randint_like(
-            work.chunk.view(len(work.ids) // work.blocks_per_chunk, -1), 256
-        )
-        self._per_chunk = work.blocks_per_chunk
+        self._objects = objects
+        self.per_object = work.blocks_per_chunk
         self._pages = torch.tensor([c.data_ptr() for c in work.caches], dtype=torch.int64).to(
             device
         )
         self._ids = torch.empty(len(work.ids), dtype=torch.int64, device=device)
-        self._addresses = [one.data_ptr() for one in self.objects]
+        self._addresses = [one.data_ptr() for one in objects]
         direction = ops.TransferDirection.D2H if work.gathers else ops.TransferDirection.H2D
         self._call: Callable[..., None] = ops.multi_layer_block_kv_transfer
         self._behind = (
-            *(device, direction, shape, CHUNK_TOKENS),
+            *(device, direction, shape, work.trial.chunk_tokens),
             getattr(ops.EngineKVFormat, format_name),
             0,
         )
 
     def __call__(self, ids: list[int]) -> None:
-        """The first ``len(ids) / blocks a chunk`` objects and the blocks ``ids``."""
+        """The first ``len(ids) / blocks an object`` objects and the blocks ``ids``."""
+        for first, some in self.batches(ids):
+            self.launch(first, some)
+
+    def batches(self, ids: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """The ids on the device, uploaded at once, and then as (first object, ids) of a launch."""
         here = torch.frombuffer(array("q", ids), dtype=torch.int64)
         there = self._ids[: len(ids)]
         there.copy_(here, non_blocking=True)
-        step = OBJECTS_A_LAUNCH * self._per_chunk
-        for start in range(0, len(ids), step):
-            first = start // self._per_chunk
-            some = there[start : start + step]
-            objects = self._addresses[first : first + len(some) // self._per_chunk]
-            self._call(self._pages, objects, some, *self._behind)
+        for number, some in enumerate(there.split(OBJECTS_A_LAUNCH * self.per_object)):
+            yield number * OBJECTS_A_LAUNCH, some
+
+    def launch(self, first: int, ids: torch.Tensor) -> None:
+        """Queue the objects from number ``first`` on that these blocks make."""
+        objects = self._addresses[first : first + len(ids) // self.per_object]
+        self._call(self._pages, objects, ids, *self._behind)
 
 
-def launcher_for(work: Workload) -> Launcher:
-    """
+def launcher_for(work: Workload, objects: torch.Tensor) -> Launcher:
+    """What moves ``objects`` for this workload.
+
     Raises:
         NotApplicable: no LMCache here, or none that can read this cache.
     """
@@ -112,7 +118,7 @@ def launcher_for(work: Workload) -> Launcher:
     name = FORMATS.get(work.trial.case.layout)
     if name is None or not hasattr(ops.EngineKVFormat, name):
         raise NotApplicable(f"knows no format for {work.trial.case.layout.name}")
-    return Launcher(work, ops, name)
+    return Launcher(work, objects, ops, name)
 
 
 @cache

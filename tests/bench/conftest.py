@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from bench.cases import CROSS_LAYER, FUSED_VIEW, KV_FIRST, KV_FIRST_HND, LATENT, Case, Model
+from bench.options import Options
+from bench.plain_link import PlainLink
 from bench.results import SCHEMA, Document, Row, with_ratios
-from bench.timing import Spread
+from bench.rig import Rig
+from bench.timing import HostClock, Spread
 from bench.trials import Trial
 
 TINY = Model("tiny", layers=2, heads=3, dim=8)
@@ -25,6 +28,14 @@ def tiny_trial(request, tiny_case):
     return Trial(
         tiny_case, request.param, 3 * 256 // tiny_case.block_tokens * tiny_case.block_bytes
     )
+
+
+@pytest.fixture
+def rig():
+    """Parts of the engine's benchmark in host memory, small."""
+    found = Rig(Options(size_mb=1, rounds=2), "cpu", HostClock())
+    vars(found)["link"] = PlainLink("cpu", 1 << 20)  # in place of a gigabyte
+    return found
 
 
 @pytest.fixture

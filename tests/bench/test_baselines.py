@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench import baselines, cases
-from bench.baselines import Baseline, NotApplicable, lmcache_ops, vllm_swap
-from bench.workload import set_up
+from bench.baselines import Baseline, NotApplicable, lmcache_ops, lmcache_staged, vllm_swap
+from bench.moving import host_slots
+from bench.trials import Trial
+from bench.workload import over, set_up
 
 VLLM_FILE = """
 from vllm import _custom_ops as ops
@@ -52,15 +55,15 @@ def test_runs_of_the_first_blocks_only(tiny_trial):
     assert not work.is_exact(3)
 
 
-def test_a_peer_that_fails_or_copies_wrongly_is_left_out_with_the_reason(tiny_trial, monkeypatch):
+def test_a_peer_that_fails_or_copies_wrongly_is_left_out_with_the_reason(tiny_trial):
     def broken(work):
         raise RuntimeError("no such symbol")
 
     def idle(work):
         return Baseline(lambda: None, work.moved, work.poison, work.is_exact)
 
-    monkeypatch.setattr(baselines, "BASELINES", {"broken": broken, "idle": idle})
-    contenders, absent = baselines.enter(set_up(tiny_trial, "cpu"), ["broken", "idle"])
+    candidates = {"broken": broken, "idle": idle}
+    contenders, absent = baselines.enter(set_up(tiny_trial, "cpu"), candidates)
     assert contenders == []
     assert absent["broken"] == "failed: RuntimeError: no such symbol"
     assert "differs" in absent["idle"]
@@ -107,14 +110,51 @@ def test_lmcache_is_driven_four_objects_a_launch(tiny_trial, monkeypatch):
     trial = replace(tiny_trial, nbytes=3 * tiny_trial.nbytes)  # nine objects
     work = set_up(trial, "cpu")
     ops = FakeOps(work)
-    launcher = lmcache_ops.Launcher(work, ops, lmcache_ops.FORMATS[trial.case.layout])
-    monkeypatch.setattr(lmcache_ops, "launcher_for", lambda work: launcher)
+    monkeypatch.setattr(lmcache_ops, "launcher_for", partial(fake_launcher, ops))
     baseline = lmcache_ops.prepare(work)
     baseline.poison()
     assert not baseline.is_exact()
     baseline.run()
     assert baseline.is_exact()
     assert ops.launches == [4, 4, 1]
+
+
+@pytest.mark.parametrize("direction", ["gather", "scatter"])
+def test_lmcache_stages_four_objects_at_a_time(direction, tiny_case, monkeypatch):
+    nbytes = 9 * 256 // tiny_case.block_tokens * tiny_case.block_bytes
+    trial = Trial(tiny_case, direction, nbytes)
+    work = set_up(trial, "cpu", partial(host_slots, "cpu"))
+    ops = FakeOps(work)
+    monkeypatch.setattr(lmcache_staged, "launcher_for", partial(fake_launcher, ops))
+    baseline = lmcache_staged.prepare(work)
+    baseline.poison()
+    assert not baseline.is_exact()
+    baseline.run()
+    assert baseline.is_exact()
+    assert ops.launches == [4, 4, 1]
+
+
+def test_lmcache_stages_many_objects_through_little_memory(tiny_case, monkeypatch):
+    work = set_up(Trial(tiny_case, "scatter", 1), "cpu")  # memory for one object
+    blocks = 6 * work.blocks_per_chunk
+    many = over(
+        work.trial,
+        "cpu",
+        tiny_case.tensors(blocks, "cpu"),
+        list(range(blocks)),
+        lambda chunks, nbytes: work.chunk,
+    )
+    monkeypatch.setattr(lmcache_staged, "launcher_for", partial(fake_launcher, FakeOps(many)))
+    lmcache_staged.Staged(many)(many.ids)
+    (first, *others) = (
+        [view[:, n : n + work.blocks_per_chunk] for view in many.views]
+        for n in range(0, blocks, work.blocks_per_chunk)
+    )
+    assert all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True))
+
+
+def fake_launcher(ops, work, objects):
+    return lmcache_ops.Launcher(work, objects, ops, lmcache_ops.FORMATS[work.trial.case.layout])
 
 
 def test_lmcache_has_a_format_for_every_layout():

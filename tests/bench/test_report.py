@@ -7,11 +7,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.baselines import BASELINES
+from bench.baselines import BASELINES, TO_HOST
 from bench.charts import COLOURS, Group, bar_chart
+from bench.decode_loop import COPY
 from bench.kernels import UNCHANGED
+from bench.plain_link import CEILING
 from bench.report import render
 from bench.results import OURS
+from bench.saturation import ALONE
 from bench.timing import Spread
 
 
@@ -96,3 +99,50 @@ def test_spreads_with_tiny_times(make_row, make_document):
 
 def test_every_contender_has_a_colour_of_its_own():
     assert len({*BASELINES, OURS, UNCHANGED}) <= COLOURS
+    assert len({*TO_HOST, OURS, CEILING, ALONE, COPY}) <= COLOURS
+
+
+@pytest.fixture
+def beside(make_row):
+    seconds = {
+        name: Spread(ms / 1e3, ms / 1e3, ms / 1e3)
+        for name, ms in (("ours", 2.04), ("alone", 2.0), ("theirs", 1.99))
+    }
+    rates = {"ours": {"gather": 50.04e9, "scatter": 49.0e9}, "theirs": {"gather": 30e9}}
+    return make_row(
+        "Llama", part="decode", direction="both", bytes=0, ceiling="alone", seconds=seconds,
+        beside=rates,
+    )  # fmt: skip
+
+
+def test_a_loop_beside_copies_tells_what_they_cost_it_and_how_much_they_copied(
+    beside, make_document
+):
+    page = render([make_document(beside)])
+    (chart,) = tree(page).iter("svg")
+    assert chart.findtext("title").startswith("decode both: percent that a step takes longer")
+    assert [bar.findtext("title") for bar in chart.iter("g")] == ["ours: 2 %", "theirs: -0.5 %"]
+    (_, loops) = tree(page).iter("tbody")
+    assert [[cell.text for cell in line] for line in loops] == [
+        ["decode Llama both", "ours", "2040.0", "1.020", "gather 50.0, scatter 49.0"],
+        ["decode Llama both", "theirs", "1990.0", "0.995", "gather 30.0"],
+    ]
+
+
+def test_parts_of_a_benchmark_are_plotted_apart(make_row, make_document, beside):
+    rows = [make_row(part="link"), make_row(part="latency"), make_row(), beside]
+    titles = [chart.findtext("title") for chart in tree(render([make_document(*rows)])).iter("svg")]
+    assert [title.split(":")[0] for title in titles] == [
+        "link gather", "latency gather", "gather", "decode both"
+    ]  # fmt: skip
+    labels = [e.text for e in tree(render([make_document(rows[0])])).iter("text")]
+    assert "Llama [2,B,N,H,D], 256 MiB" in labels
+
+
+def test_tails_and_parts_of_the_time_are_shown(make_row, make_document):
+    row = make_row(
+        seconds={"ours": Spread(1e-6, 2e-6, 3e-6, 4e-6)}, ceiling="", parts={"a_b": 1e-6}
+    )
+    page = render([make_document(row)])
+    assert "<td>4.0</td>" in page
+    assert "<td>a b 1.0</td>" in page

@@ -35,7 +35,9 @@ def test_ratios_are_of_rates_so_a_contender_may_move_less(make_row):
         ({"ceiling": "link"}, "no time of the ceiling 'link'"),
         ({"seconds": {"ours": Spread(2, 1, 3), "plain": Spread(1, 1, 1)}}, "out of order"),
         ({"seconds": {"ours": Spread(0, 1, 3), "plain": Spread(1, 1, 1)}}, "out of order"),
+        ({"seconds": {"ours": Spread(1, 2, 3, 2.9), "plain": Spread(1, 1, 1)}}, "out of order"),
         ({"ratios": {"plain": 3.0}}, "ratios do not follow"),
+        ({"beside": {"theirs": {"gather": 1.0}}}, "no time of 'theirs'"),
     ],
 )
 def test_a_row_that_contradicts_itself_is_named(make_row, make_document, change, complaint):
@@ -60,6 +62,29 @@ def test_another_schema_is_refused(tmp_path, make_document):
     write(replace(make_document(), schema=SCHEMA + 1), path)
     with pytest.raises(ResultError, match="schema: expected"):
         read(path)
+
+
+def test_a_file_of_the_schema_before_is_read(tmp_path, make_row, make_document):
+    path = tmp_path / "old.json"
+    write(replace(make_document(make_row()), schema=SCHEMA - 1), path)
+    text = path.read_text()
+    for added in ('"part"', '"beside"', '"p99"'):
+        assert added in text
+        text = "\n".join(line for line in text.splitlines() if added not in line)
+    path.write_text(
+        text.replace(",\n  }", "\n  }").replace(",\n    }", "\n    }").replace(",\n   }", "\n   }")
+    )
+    assert read(path).rows == [make_row()]
+
+
+def test_rows_of_other_parts_measured_something_else(make_row):
+    assert make_row(part="link").key != make_row(part="latency").key
+    assert make_row(part="link").title == f"link {make_row().title}"
+
+
+def test_a_slowdown_is_of_the_loop_alone(make_row):
+    row = make_row(milliseconds=2.1, ceiling_milliseconds=2.0, beside={"ours": {"gather": 5e10}})
+    assert row.slowdown("ours") == pytest.approx(1.05)
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.name)

@@ -27,6 +27,11 @@ def test_quantiles_of_known_numbers():
     assert spread_of([7.0] * 5) == Spread(7.0, 7.0, 7.0)
 
 
+def test_a_hundredth_is_told_of_a_hundred_values():
+    assert spread_of([float(n) for n in range(99)]).p99 is None
+    assert spread_of([float(n) for n in range(101)]).p99 == 99.0
+
+
 def test_quantiles_lie_within_the_values():
     found = spread_of([1.0, 1.0, 9.0])
     assert 1.0 <= found.p20 <= found.p50 <= found.p80 <= 9.0

@@ -1,0 +1,183 @@
+"""How much longer a step of an engine takes while transfers fill the link, one way and both.
+
+Two loops: a decode step, limited by memory, and a large matrix product, limited by arithmetic. Each is
+timed alone, beside the library's transfers and beside LMCache's staged path, in turn, and what was
+copied meanwhile stands beside each time.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import cases
+from .baselines import TO_HOST, enter
+from .cases import Case
+from .loops import GraphLoop, decode_steps, gemm_steps
+from .moving import Transfer
+from .results import OURS, Row, with_ratios
+from .saturation import ALONE, Flow, time_beside
+from .streams import new_stream, on, point_in
+from .timing import Contender, measure
+from .trials import DIRECTIONS, Trial
+from .two_way import BOTH
+from .workload import set_up, set_up_both
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lmcache_kernels.transfer.moves import Completion
+
+    from .loops import Steps
+    from .rig import Rig
+    from .saturation import Loop
+    from .timing import Spread
+
+CASE = Case(cases.LLAMA_8B, cases.KV_FIRST)
+STAGED = "lmcache_staged"
+COPY = "hbm_copy"
+COPY_BYTES = 2 << 30
+ROUNDS = 8
+"""At most: a window is many steps already."""
+
+MODES = {**{direction: (direction,) for direction in DIRECTIONS}, BOTH: DIRECTIONS}
+"""Which directions are filled."""
+
+PARTS: dict[str, Callable[[str], Steps]] = {"decode": decode_steps, "gemm": gemm_steps}
+
+
+def run(part: str, rig: Rig) -> list[Row]:
+    """Measure every mode, printing each as it is done."""
+    modes = [mode for mode in MODES if rig.wants(part, CASE.name, mode)]
+    if not modes:
+        return []
+    steps = PARTS[part](rig.device)
+    loop = GraphLoop(steps, rig.device)
+    copy = measure([_device_copy(rig.device)], ROUNDS, rig.clock) if steps.nbytes else {}
+    rows = []
+    with traffic(rig) as both:
+        for mode in modes:
+            rows.append(measure_beside(part, mode, loop, steps.nbytes, both, rig, copy))
+            print(line(rows[-1]), flush=True)
+    return rows
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Attributes:
+    flows: per contender and direction.
+    exact: ours moved the right bytes.
+    absent: why LMCache has none.
+    """
+
+    flows: dict[str, dict[str, Flow]]
+    exact: bool
+    absent: dict[str, str]
+    run_bytes: int
+
+
+@contextmanager
+def traffic(rig: Rig) -> Iterator[Traffic]:
+    """What fills the link, both directions of everyone."""
+    works = set_up_both(CASE, rig.options.size_mb << 20, rig.device, rig.memory)
+    mover = rig.open_mover(works[0])
+    try:
+        ours = {work.trial.direction: Transfer.of(mover, work) for work in works}
+        works[0].poison()
+        exact = all(transfer.is_exact() for transfer in ours.values())
+        theirs, absent = staged_flows(rig)
+        flows = {OURS: {direction: flow_of(one) for direction, one in ours.items()}, **theirs}
+        yield Traffic(flows, exact, absent, works[0].run_bytes)
+    finally:
+        mover.close()
+
+
+def measure_beside(
+    part: str,
+    mode: str,
+    loop: Loop,
+    nbytes: int,
+    both: Traffic,
+    rig: Rig,
+    copy: dict[str, Spread],
+) -> Row:
+    """One row.
+
+    Args:
+        nbytes: read by a step.
+        copy: the time of a copy inside the device, which shows what its memory can do.
+    """
+    flows = {name: [ways[way] for way in MODES[mode]] for name, ways in both.flows.items()}
+    found = time_beside(loop, flows, min(rig.options.rounds, ROUNDS))
+    moved = dict.fromkeys(found.seconds, nbytes) if nbytes else {}
+    return with_ratios(
+        Row(
+            part=part,
+            case=CASE.name,
+            variant=rig.variant,
+            direction=mode,
+            ids="random",
+            bytes=0,
+            run_bytes=both.run_bytes,
+            max_programs=rig.max_programs,
+            bit_exact=both.exact,
+            traffic=1,
+            ceiling=ALONE,
+            seconds={**found.seconds, **copy},
+            moved={**moved, **dict.fromkeys(copy, 2 * COPY_BYTES)},
+            absent=both.absent,
+            beside=found.rates,
+        )
+    )
+
+
+def flow_of(transfer: Transfer) -> Flow:
+    """Ours."""
+    direction, nbytes = transfer.work.trial.direction, transfer.work.moved
+    return Flow(direction, lambda: transfer.queue(transfer.mover.ready()).done, nbytes)
+
+
+def staged_flows(rig: Rig) -> tuple[dict[str, dict[str, Flow]], dict[str, str]]:
+    """LMCache's, each on a stream and in a cache of its own; or why there is none."""
+    flows = {}
+    for direction in DIRECTIONS:
+        work = set_up(Trial(CASE, direction, rig.options.size_mb << 20), rig.device, rig.memory)
+        found, absent = enter(work, {STAGED: TO_HOST[STAGED]})
+        if absent:
+            return {}, absent
+        queue = partial(_queue_on, new_stream(rig.device), found[0])
+        flows[direction] = Flow(direction, queue, found[0].moved)
+    return {STAGED: flows}, {}
+
+
+def _queue_on(stream: torch.cuda.Stream | None, contender: Contender) -> Completion:
+    with on(stream):
+        contender.run()
+    return point_in(stream)
+
+
+def _device_copy(device: str) -> Contender:
+    """Bytes read and bytes written count."""
+    origin = torch.randint(0, 256, (COPY_BYTES,), dtype=torch.uint8, device=device)
+    to = torch.empty_like(origin)
+    return Contender(COPY, lambda: to.copy_(origin), 2 * COPY_BYTES)
+
+
+def line(row: Row) -> str:
+    """One row for the terminal."""
+    beside = "  ".join(
+        f"{name} x{row.slowdown(name):.3f} at "
+        + " + ".join(f"{rate / 1e9:.1f}" for rate in rates.values())
+        + " GB/s"
+        for name, rates in row.beside.items()
+    )
+    memory = ""
+    if COPY in row.seconds:
+        part = row.rate(ALONE) / row.rate(COPY)
+        memory = f", weights read at {part:.2f} of the rate of a copy"
+    exact = "" if row.bit_exact else "  NOT BIT-EXACT"
+    return f"{row.title:48} alone {row.seconds[ALONE].p50 * 1e3:.2f} ms{memory}  {beside}{exact}"

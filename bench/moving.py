@@ -1,0 +1,137 @@
+"""The library's mover as a contender: a workload as its moves, in slots as a cache server has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lmcache_kernels.chunk_layout import ChunkLayout
+from lmcache_kernels.fingerprint import fingerprint
+from lmcache_kernels.transfer.device import CudaDevice, EventCompletion
+from lmcache_kernels.transfer.host_mover import HostMover
+from lmcache_kernels.transfer.moves import ChunkMove
+from lmcache_kernels.transfer.slot_header import HEADER_BYTES
+from lmcache_kernels.transfer.staged_mover import StagedMover
+from lmcache_kernels.views import group_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lmcache_kernels.transfer.moves import Completion, Moved, Mover
+
+    from .workload import Workload
+
+PAGE_BYTES = 4096
+TIMEOUT = 60.0
+"""Seconds after which the benchmark gives up waiting."""
+
+
+def host_slots(device: str, chunks: int, nbytes: int) -> torch.Tensor:
+    """A :data:`~.workload.Memory` of slots, each a header and a payload, in one piece of pinned memory.
+
+    Args:
+        device: that copies to and from it.
+    """
+    distance = -(-(HEADER_BYTES + nbytes) // PAGE_BYTES) * PAGE_BYTES
+    memory = torch.empty((chunks, distance), dtype=torch.uint8, pin_memory=device != "cpu")
+    payloads = memory[:, HEADER_BYTES : HEADER_BYTES + nbytes]
+    for payload in payloads:
+        payload.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device))
+    return payloads
+
+
+def open_mover(work: Workload, settings: Mapping[str, Any]) -> Mover:
+    """A mover over the cache of ``work``; ``settings`` are further arguments of the GPU's one."""
+    groups = [group_of(work.caches, work.trial.case.axes)]
+    layout = ChunkLayout.of(groups, work.trial.chunk_tokens)
+    if work.device == "cpu":
+        return HostMover(groups, layout)
+    return GatedMover(groups, layout, device=GatedDevice(work.device), **settings)
+
+
+class GatedDevice(CudaDevice):
+    """Its copies can be held back, so that a clock that starts then times them.
+
+    A load else fills its slices before what the blocks wait for is over, and seems too fast.
+    """
+
+    gate: torch.cuda.Event | None = None
+
+    def copy(self, stream: torch.cuda.Stream, to: int, origin: int, nbytes: int) -> None:
+        if self.gate is not None:
+            gate, self.gate = self.gate, None
+            stream.wait_event(gate)
+        super().copy(stream, to, origin, nbytes)
+
+
+class GatedMover(StagedMover):
+    """Its loads do not touch the link before what they come after is over."""
+
+    def __init__(self, *arguments: Any, device: GatedDevice, **settings: Any) -> None:
+        super().__init__(*arguments, device=device, **settings)
+        self._gated = device
+
+    def scatter(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
+        if isinstance(after, EventCompletion):
+            self._gated.gate = after.event
+        return super().scatter(moves, after)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """All chunks of a workload, to be moved by a mover over its cache."""
+
+    mover: Mover
+    work: Workload
+    moves: list[ChunkMove]
+
+    @classmethod
+    def of(cls, mover: Mover, work: Workload) -> Transfer:
+        per_chunk = work.blocks_per_chunk
+        blocks = [
+            tuple(work.ids[start : start + per_chunk])
+            for start in range(0, len(work.ids), per_chunk)
+        ]
+        moves = [
+            ChunkMove(payload.data_ptr(), (ids,))
+            for payload, ids in zip(work.chunk, blocks, strict=True)
+        ]
+        return cls(mover, work, moves)
+
+    def queue(self, after: Completion | None) -> Moved:
+        move = self.mover.gather if self.work.gathers else self.mover.scatter
+        return move(self.moves, after)
+
+    def run(self) -> None:
+        """Move everything as if it were work of the current stream."""
+        join(self.mover, self.queue(self.mover.ready()))
+
+    def is_exact(self) -> bool:
+        """Move everything once; is all of it right? The caller spoils what is written before."""
+        moved = self.queue(self.mover.ready())
+        finish(moved.done)
+        return self.holds(moved)
+
+    def holds(self, moved: Moved) -> bool:
+        """Did this, which is over, leave the right bytes and give their fingerprints?"""
+        expected = [fingerprint(memoryview(payload.numpy())) for payload in self.work.chunk]
+        return moved.fingerprints() == expected and self.work.is_exact()
+
+
+def join(mover: Mover, moved: Moved) -> None:
+    """Let the current stream wait until everything is done."""
+    if not mover.synchronous:
+        done: Any = moved.done
+        torch.cuda.current_stream().wait_event(done.event)
+
+
+def finish(done: Completion) -> None:
+    """Wait for it on the host.
+
+    Raises:
+        RuntimeError: it takes too long.
+    """
+    if not done.wait(TIMEOUT):
+        raise RuntimeError(f"a transfer was not done after {TIMEOUT:g} s")
