@@ -87,7 +87,7 @@ class CudaDevice:
 
     def __init__(self, name: str) -> None:
         self._device = torch.device(name)
-        self._runtime = quick_runtime()
+        self._runtime = quick_runtime() if self._device.type == "cuda" else None
 
     def current(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self._device)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import moving
-from bench.moving import Transfer, host_slots, open_mover
+from bench.moving import GatedDevice, Transfer, host_slots, open_mover
 from bench.trials import Trial
 from bench.workload import set_up, set_up_both
 from lmcache_kernels.chunk_layout import ChunkLayout
@@ -73,12 +73,13 @@ def test_both_ways_share_a_cache_and_no_block(tiny_case):
 
 def test_settings_reach_the_mover_of_a_gpu(tiny_trial, monkeypatch):
     seen = []
-    monkeypatch.setattr(moving, "StagedMover", lambda *given, **named: seen.append((given, named)))
+    monkeypatch.setattr(moving, "GatedMover", lambda *given, **named: seen.append((given, named)))
     work = replace(set_up(tiny_trial, "cpu", MEMORY), device="cuda:0")
     open_mover(work, {"max_programs": 4})
     (((groups, layout), named),) = seen
     assert groups == [group_of(work.caches, tiny_trial.case.axes)]
     assert layout == ChunkLayout.of(groups, tiny_trial.chunk_tokens)
+    assert isinstance(named.pop("device"), GatedDevice)
     assert named == {"max_programs": 4}
 
 
