@@ -87,7 +87,6 @@ class CudaDevice:
 
     def __init__(self, name: str) -> None:
         self._device = torch.device(name)
-        self._runtime = quick_runtime() if self._device.type == "cuda" else None
 
     def current(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self._device)
@@ -113,15 +112,17 @@ class CudaDevice:
         if not event.cuda_event:
             event.record(stream)  # torch makes it now
             return
-        self._queued(self._runtime.cudaEventRecord(event.cuda_event, stream.cuda_stream), "event")
+        self._queued(quick_runtime().cudaEventRecord(event.cuda_event, stream.cuda_stream), "event")
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         if event.cuda_event:
-            code = self._runtime.cudaStreamWaitEvent(stream.cuda_stream, event.cuda_event, 0)
+            code = quick_runtime().cudaStreamWaitEvent(stream.cuda_stream, event.cuda_event, 0)
             self._queued(code, "wait")
 
     def copy(self, stream: torch.cuda.Stream, to: int, origin: int, nbytes: int) -> None:
-        code = self._runtime.cudaMemcpyAsync(to, origin, nbytes, _ANY_DIRECTION, stream.cuda_stream)
+        code = quick_runtime().cudaMemcpyAsync(
+            to, origin, nbytes, _ANY_DIRECTION, stream.cuda_stream
+        )
         self._queued(code, f"copy of {nbytes} bytes")
 
     def _queued(self, code: int, what: str) -> None:
