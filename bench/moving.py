@@ -13,7 +13,7 @@ from lmcache_kernels.transfer.device import CudaDevice, EventCompletion
 from lmcache_kernels.transfer.host_mover import HostMover
 from lmcache_kernels.transfer.moves import ChunkMove
 from lmcache_kernels.transfer.slot_header import HEADER_BYTES
-from lmcache_kernels.transfer.staged_mover import StagedMover
+from lmcache_kernels.transfer.gpu_mover import GpuMover
 from lmcache_kernels.views import group_of
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class GatedDevice(CudaDevice):
         super().copy(stream, to, origin, nbytes)
 
 
-class GatedMover(StagedMover):
+class GatedMover(GpuMover):
     """Its loads do not touch the link before what they come after is over."""
 
     def __init__(self, *arguments: Any, device: GatedDevice, **settings: Any) -> None:

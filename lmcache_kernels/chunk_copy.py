@@ -53,6 +53,7 @@ class ChunkCopy:
         chunk_side: "dst" to write chunks, "src" to read them.
         max_programs: bound on the grid of a launch, or None.
         staged: chunks pass through slices of device memory that are used again and again.
+        writes: False to make the fingerprints that a gather would, and write nothing.
 
     Raises:
         LayoutError: planes that no copy can move.
@@ -66,6 +67,7 @@ class ChunkCopy:
         *,
         max_programs: int | None = None,
         staged: bool = False,
+        writes: bool = True,
     ) -> None:
         from .kernel_copy import KernelCopy
 
@@ -82,6 +84,7 @@ class ChunkCopy:
             max_programs=max_programs,
             max_launch_bytes=layout.nbytes,
             staged=staged,
+            writes=writes,
         )
 
     def cut(self, sizes: Iterable[int]) -> list[ChunkPart]:

@@ -105,6 +105,7 @@ def block_copy_kernel(
     UNITS: tl.constexpr,
     FINGERPRINT: tl.constexpr,
     STAGED: tl.constexpr,
+    WRITES: tl.constexpr,
     INLINE: tl.constexpr,
 ):
     """``dst[row, dst_ids[i], t, h, :] = src[row, src_ids[i], t, h, :]`` for every leg
@@ -201,7 +202,8 @@ def block_copy_kernel(
         FROM: tl.constexpr = _LOAD_HINTS[FINGERPRINT if STAGED else 0]
         TO: tl.constexpr = _STORE_HINTS[FINGERPRINT if STAGED else 0]
         value = tl.load(src_ptr, mask=read[:, None] & fits, other=0, eviction_policy=FROM)
-        tl.store(dst_ptr, value, mask=written[:, None] & fits, eviction_policy=TO)
+        if WRITES:
+            tl.store(dst_ptr, value, mask=written[:, None] & fits, eviction_policy=TO)
 
         if FINGERPRINT:
             # A chunk's payload is one outer step of its side.

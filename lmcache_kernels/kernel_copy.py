@@ -48,6 +48,7 @@ class KernelCopy:
         max_launch_bytes: bound on the payload of a launch.
         config: tile and grid, instead of what :func:`choose_config` picks.
         staged: the chunk side is a slice that shall stay in the L2 cache.
+        writes: False to make fingerprints only.
     """
 
     def __init__(
@@ -59,11 +60,12 @@ class KernelCopy:
         max_launch_bytes: int,
         config: CopyConfig | None = None,
         staged: bool = False,
+        writes: bool = True,
     ) -> None:
         self._legs = plan.legs
         self._unit = plan.unit
         self._chunk_side = plan.chunk_side
-        self._staged = staged
+        self._staged, self._writes = staged, writes
         # One tile shape for all legs; the one that moves most per block decides.
         most = max((leg.dst for leg in plan.legs), key=lambda plane: plane.rows * plane.block_bytes)
         self.config = config or choose_config(most, plan.unit, max_programs)
@@ -96,6 +98,7 @@ class KernelCopy:
             config=self.config,
             fingerprint=_FINGERPRINT[self._chunk_side],
             staged=self._staged,
+            writes=self._writes,
             inline=inline,
         )
 

@@ -47,6 +47,7 @@ def constants_of(
     config: CopyConfig,
     fingerprint: int,
     staged: bool,
+    writes: bool,
     inline: bool,
 ) -> dict[str, Any]:
     """What a binary is compiled for. No stride and no size is among it.
@@ -56,6 +57,7 @@ def constants_of(
         unit: bytes of one access.
         fingerprint: 0 none, 1 of the destination's chunks, 2 of the source's.
         staged: whether the chunk side is a slice that shall stay in the L2 cache.
+        writes: False to make fingerprints only.
         inline: whether ids come as arguments.
     """
     return {
@@ -69,6 +71,7 @@ def constants_of(
         "UNITS": config.units,
         "FINGERPRINT": fingerprint,
         "STAGED": staged,
+        "WRITES": writes,
         "INLINE": inline,
     }
 

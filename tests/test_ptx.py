@@ -53,6 +53,7 @@ def constants(plan: CopyPlan, *, max_programs=None, fingerprint=0, staged=False,
         config=config,
         fingerprint=fingerprint,
         staged=staged,
+        writes=True,
         inline=inline,
     )
     return tuple(found.items()), config.num_warps

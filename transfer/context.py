@@ -376,6 +376,6 @@ def _mover_for(
 ) -> Mover:
     if groups[0].device == "cpu":
         return HostMover(groups, layout)
-    from .staged_mover import StagedMover
+    from .gpu_mover import GpuMover
 
-    return StagedMover(groups, layout, max_programs=max_programs)
+    return GpuMover(groups, layout, max_programs=max_programs)

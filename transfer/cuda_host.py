@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _CAN_USE_HOST_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 
@@ -77,6 +82,55 @@ def quick_runtime() -> ctypes.PyDLL:
     runtime.cudaEventRecord.argtypes = [address, address]
     runtime.cudaStreamWaitEvent.argtypes = [address, address, ctypes.c_uint]
     return runtime
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _BatchAttributes(ctypes.Structure):
+    """cudaMemcpyAttributes; the hints matter for managed memory only."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("source_hint", _Location),
+        ("destination_hint", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+_SOURCE_IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
+
+
+def has_batched_copies() -> bool:
+    """Whether :func:`copy_batch` works: before CUDA 13 the call had other arguments."""
+    return str(torch.version.cuda).startswith("13.") and hasattr(
+        cuda_runtime(), "cudaMemcpyBatchAsync"
+    )
+
+
+def copy_batch(
+    to: NDArray[np.uint64], origin: NDArray[np.uint64], sizes: NDArray[np.uint64], stream: int
+) -> int:
+    """Queue copies between addresses with one ``cudaMemcpyBatchAsync``; CUDA's code.
+
+    Args:
+        to, origin, sizes: dense and of one length. Copies have no order among themselves.
+        stream: not the default one.
+    """
+    attributes, first = _BatchAttributes(source_order=_SOURCE_IN_STREAM_ORDER), ctypes.c_size_t(0)
+    return int(
+        cuda_runtime().cudaMemcpyBatchAsync(
+            ctypes.c_void_p(to.ctypes.data),
+            ctypes.c_void_p(origin.ctypes.data),
+            ctypes.c_void_p(sizes.ctypes.data),
+            ctypes.c_size_t(len(to)),
+            ctypes.byref(attributes),
+            ctypes.byref(first),
+            ctypes.c_size_t(1),
+            ctypes.c_void_p(stream),
+        )
+    )
 
 
 def _library() -> str:

@@ -11,14 +11,20 @@ import torch
 
 from lmcache_kernels.errors import TransferFailed
 
-from .cuda_host import cuda_runtime, quick_runtime
+from .cuda_host import copy_batch, cuda_runtime, quick_runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    import numpy as np
+    from numpy.typing import NDArray
+
 POLL_SECONDS = 50e-6
 """How often a host thread that waits for the device looks."""
+
+MAX_BATCH = 8000
+"""Copies of one call: at 8192 and above the driver has been seen to refuse or to crash."""
 
 _ANY_DIRECTION = 4  # cudaMemcpyDefault: the addresses say which
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it, nor it for that
@@ -61,6 +67,16 @@ class Device(Protocol):
 
     def copy(self, stream: Any, to: int, origin: int, nbytes: int) -> None:
         """Queue a copy between two addresses, of the device or of (best: pinned) host memory."""
+        ...
+
+    def copy_batch(
+        self,
+        stream: Any,
+        to: NDArray[np.uint64],
+        origin: NDArray[np.uint64],
+        sizes: NDArray[np.uint64],
+    ) -> None:
+        """Queue copies between many pairs of addresses, in no order among themselves."""
         ...
 
     def run(self, stream: Any, launch: Callable[..., object], *arguments: Any) -> None:
@@ -124,6 +140,19 @@ class CudaDevice:
             to, origin, nbytes, _ANY_DIRECTION, stream.cuda_stream
         )
         self._queued(code, f"copy of {nbytes} bytes")
+
+    def copy_batch(
+        self,
+        stream: torch.cuda.Stream,
+        to: NDArray[np.uint64],
+        origin: NDArray[np.uint64],
+        sizes: NDArray[np.uint64],
+    ) -> None:
+        handle = self.handle(stream)
+        for first in range(0, len(to), MAX_BATCH):
+            some = slice(first, first + MAX_BATCH)
+            code = copy_batch(to[some], origin[some], sizes[some], handle)
+            self._queued(code, f"batch of {len(to)} copies")
 
     def _queued(self, code: int, what: str) -> None:
         if code:

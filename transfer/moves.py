@@ -25,11 +25,13 @@ class ChunkMove:
         blocks: per group, the cache's blocks of the chunk, in order; ``ABSENT`` in a scatter for
             those that are left out.
         cuts: offsets inside the payload that no single copy may span.
+        reachable: kernels find the payload at this address too, as it is pinned.
     """
 
     address: int
     blocks: tuple[tuple[int, ...], ...]
     cuts: tuple[int, ...] = ()
+    reachable: bool = False
 
 
 class Completion(Protocol):

@@ -7,6 +7,9 @@ SLICE_BYTES = 16 << 20
 and 16 MiB carry 0.95, 0.97, 0.98 and 0.99 of the link (H200, PCIe 5 x16, driver 580.159, 30 November
 2026)."""
 
+SLICES = 3
+"""Slices a direction: one on the link, one at the kernel, one between them."""
+
 FIRST_BYTES = 1 << 20
 """Of the slice at the end of the pipeline where one engine waits for the other: the first of a store
 must be gathered before the link has anything to do, the last of a load is scattered after it."""

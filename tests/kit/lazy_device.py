@@ -68,6 +68,12 @@ class LazyDevice:
             raise RuntimeError("no such luck")
         stream.work.append((None, lambda: ctypes.memmove(to, origin, nbytes)))
 
+    def copy_batch(self, stream, to, origin, sizes):
+        order = list(zip(to.tolist(), origin.tolist(), sizes.tolist(), strict=True))
+        self._random.shuffle(order)
+        for one in order:
+            self.copy(stream, *one)
+
     def run(self, stream, launch, *arguments):
         stream.work.append((None, lambda: launch(*arguments)))
 

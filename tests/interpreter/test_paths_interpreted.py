@@ -1,4 +1,4 @@
-"""The staged mover on a device that does what is queued in any order that events allow."""
+"""The paths of the GPU mover on a device that does what is queued in any order that events allow."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 from lazy_device import LazyDevice
 
 from lmcache_kernels.chunk_layout import ChunkLayout
+from lmcache_kernels.errors import ConfigError
 from lmcache_kernels.fingerprint import fingerprint
 from lmcache_kernels.ids import ABSENT
-from lmcache_kernels.transfer import staged_mover
+from lmcache_kernels.transfer import tally
+from lmcache_kernels.transfer.device import EventCompletion
+from lmcache_kernels.transfer.gpu_mover import GpuMover
 from lmcache_kernels.transfer.moves import ChunkMove
-from lmcache_kernels.transfer.staged_mover import StagedMover
+from lmcache_kernels.transfer.planner import PATHS
 from lmcache_kernels.views import group_of
 
 CHUNK_TOKENS = 32
@@ -25,14 +28,16 @@ POISON = 0xA5
 class Rig:
     """A cache, a mover and host slots with poison around them."""
 
-    def __init__(self, name="kv_first_nhd", *, chunks=3, seed=0, blocks=40, **options):
+    def __init__(
+        self, name="kv_first_nhd", *, chunks=3, seed=0, blocks=40, path="staged", **options
+    ):
         self.device = LazyDevice(seed)
         self.cache = make_cache(BY_NAME[name], blocks=blocks, device="cpu")
         self.cache.fill_random(seed)
         group = group_of(self.cache.tensors, self.cache.axes)
         self.layout = ChunkLayout.of([group], CHUNK_TOKENS)
         self.per_chunk = self.layout.blocks_per_chunk[0]
-        self.mover = StagedMover([group], self.layout, device=self.device, **options)
+        self.mover = GpuMover([group], self.layout, device=self.device, path=path, **options)
         self.step = -(-self.layout.nbytes // 512) * 512 + 512
         self.host = torch.full((chunks * self.step + 512,), POISON, dtype=torch.uint8)
         self.first = -self.host.data_ptr() % 512
@@ -43,7 +48,7 @@ class Rig:
     def moves(self, ids=None, cuts=()):
         at = self.host.data_ptr() + self.first
         return [
-            ChunkMove(at + number * self.step, (tuple(blocks),), cuts)
+            ChunkMove(at + number * self.step, (tuple(blocks),), cuts, reachable=True)
             for number, blocks in enumerate(ids or self.ids)
         ]
 
@@ -63,9 +68,10 @@ class Rig:
         return moved.fingerprints()
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", sorted(BY_NAME))
-def test_what_is_stored_in_slices_is_whole_and_loads_into_other_blocks(name):
-    rig = Rig(name, chunks=2, slice_bytes=1024, max_programs=4)
+def test_what_is_stored_is_whole_and_loads_into_other_blocks(name, path):
+    rig = Rig(name, chunks=2, slice_bytes=1024, max_programs=4, path=path)
     sums = rig.store()
     for chunk, ids in enumerate(rig.ids):
         assert torch.equal(rig.payload(chunk), oracle_chunk(rig.cache, ids))
@@ -87,14 +93,15 @@ def test_what_is_stored_in_slices_is_whole_and_loads_into_other_blocks(name):
     batch=st.integers(1, 3),
     cuts=st.lists(st.integers(1, 3000), max_size=3, unique=True).map(sorted),
     both=st.booleans(),
+    path=st.sampled_from(PATHS),
 )
 def test_any_order_that_events_allow_gives_the_same_bytes(
-    seed, slices, slice_bytes, batch, cuts, both
+    seed, slices, slice_bytes, batch, cuts, both, path
 ):
     """Slices are few, cuts anywhere, and a load of other chunks may run at the same time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staged_mover, "BATCH", batch)
-        rig = Rig(seed=seed, chunks=4, slices=slices, slice_bytes=slice_bytes)
+        patch.setattr(tally, "BATCH", batch)
+        rig = Rig(seed=seed, chunks=4, slices=slices, slice_bytes=slice_bytes, path=path)
         cuts = tuple(cut for cut in cuts if cut < rig.layout.nbytes)
         rig.store()
         stored, ids = rig.host.clone(), rig.ids
@@ -104,7 +111,7 @@ def test_any_order_that_events_allow_gives_the_same_bytes(
             other = Rig(seed=seed, chunks=4)
             other.host.copy_(stored)
             to = rig.free[: rig.per_chunk]
-            move = ChunkMove(other.moves()[3].address, (tuple(to),), cuts)
+            move = ChunkMove(other.moves()[3].address, (tuple(to),), cuts, reachable=True)
             loading = rig.mover.scatter([move], None)
         second = rig.mover.gather(rig.moves(cuts=cuts)[2:], None)
         rig.device.settle()
@@ -115,8 +122,9 @@ def test_any_order_that_events_allow_gives_the_same_bytes(
             assert loading.fingerprints() == [fingerprint(bytes(other.payload(3).numpy()))]
 
 
-def test_blocks_that_are_left_out_keep_what_they_hold():
-    rig = Rig(slice_bytes=256)
+@pytest.mark.parametrize("path", PATHS)
+def test_blocks_that_are_left_out_keep_what_they_hold(path):
+    rig = Rig(slice_bytes=256, path=path)
     sums = rig.store()
     to = rig.free[: rig.per_chunk]
     before = oracle_chunk(rig.cache, to[:1])
@@ -127,16 +135,60 @@ def test_blocks_that_are_left_out_keep_what_they_hold():
     assert moved.fingerprints() == sums[:1]
 
 
+@pytest.mark.parametrize("path", ["staged", "batch"])
 @pytest.mark.parametrize("fail_at", [1, 2, 7])
-def test_a_refused_copy_ends_the_run_and_the_next_one_is_whole(fail_at):
+def test_a_refused_copy_ends_the_run_and_the_next_one_is_whole(fail_at, path):
     """What was queued before is over when the error comes, and its fingerprints are forgotten."""
-    rig = Rig(slice_bytes=512)
+    rig = Rig(slice_bytes=512, path=path)
     rig.device.fail_at = fail_at
     with pytest.raises(RuntimeError, match="luck"):
         rig.mover.gather(rig.moves(), None)
     assert not any(stream.work for stream in rig.device.streams)
     sums = rig.store()
     assert sums == [fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(3)]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("storing", [True, False])
+def test_nothing_touches_the_cache_before_what_it_comes_after(path, storing):
+    rig = Rig(path=path, chunks=1, slices=1)
+    rig.store()
+    engine, event = rig.device.stream(), rig.device.event()
+    before = [storage.clone() for storage in rig.cache.storages]
+    to = rig.free[: rig.per_chunk]
+    rig.device.record(event, engine)
+    after = EventCompletion(event)
+    if storing:
+        rig.host.fill_(POISON)
+        moved = rig.mover.gather(rig.moves(), after)
+    else:
+        moved = rig.mover.scatter(rig.moves([to]), after)
+    rig.device.settle(held=[engine])
+    assert not moved.cache_free.done()
+    if storing:
+        assert (rig.host == POISON).all()
+        rig.cache.fill(9)  # what the engine computes last
+    else:
+        assert all(
+            torch.equal(old, new) for old, new in zip(before, rig.cache.storages, strict=True)
+        )
+    rig.device.settle()
+    if storing:
+        assert (rig.payload(0) == 9).all()
+    else:
+        assert torch.equal(oracle_chunk(rig.cache, to), rig.payload(0))
+
+
+def test_memory_that_kernels_do_not_reach_goes_through_slices():
+    rig = Rig(path="direct")
+    moves = [ChunkMove(move.address, move.blocks) for move in rig.moves()]
+    assert rig.mover.choose(moves, storing=True).path == "staged"
+    assert rig.mover.choose(rig.moves(), storing=True).path == "direct"
+
+
+def test_a_path_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigError, match="staged, direct, batch"):
+        Rig(path="scenic")
 
 
 def test_the_cache_is_free_before_the_link_is_done():
@@ -178,5 +230,5 @@ def test_slices_go_with_the_mover():
 def test_slices_are_not_larger_than_a_chunk():
     rig = Rig(slices=5)
     rig.store()
-    memory = rig.mover._out._memory
+    memory = rig.mover._paths["staged", True]._memory
     assert memory.shape == (5, -(-rig.layout.nbytes // 512) * 512)
