@@ -15,7 +15,7 @@ from .options import Options
 from .report import render
 from .results import SCHEMA, Document, ResultError, read, write
 
-BENCHMARKS = ("kernels", "peer", "engine", "arena", "host_cost", "sweep")
+BENCHMARKS = ("kernels", "peer", "engine", "arena", "host_cost", "sweep", "planner")
 DEVICES = {"peer": 2}
 """How many GPUs a benchmark needs, where that is not one."""
 

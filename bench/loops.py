@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 LLAMA_8B_SHAPES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 """Inputs and outputs of a layer's products: q, k and v; attention's output; gate and up; down."""
 
-LAYERS, BATCH = 32, 32
+LAYERS, BATCH, HEAD_DIM = 32, 32, 128
+CONTEXT_TOKENS = 512
+"""That each request of the batch attends to: 4 GiB of K and V."""
+
 GEMM_SIZE = 8192
 LEAD_CYCLES = 10 * IDLE_CYCLES
 """For which the device waits, about 10 ms, so that a window is queued before it begins."""
@@ -40,23 +43,47 @@ class Steps:
 
 
 def decode_steps(
-    device: str, layers: int = LAYERS, shapes: Sequence[tuple[int, int]] = LLAMA_8B_SHAPES
+    device: str,
+    layers: int = LAYERS,
+    shapes: Sequence[tuple[int, int]] = LLAMA_8B_SHAPES,
+    context: int = CONTEXT_TOKENS,
+    head_dim: int = HEAD_DIM,
 ) -> Steps:
-    """The matrix products of a decode step of Llama-3-8B: every weight is read once a step."""
+    """A decode step of Llama-3-8B: its products, norms, attention and activation.
+
+    Every weight, and the K and V of every token of the context, are read once a step.
+    """
+    (hidden, qkv), (width, _), (_, gate_up), _ = shapes
+    heads, kv_heads = width // head_dim, (qkv - width) // 2 // head_dim
     weights = [
-        torch.randn(outputs, inputs, dtype=torch.bfloat16, device=device) / sqrt(inputs)
+        [
+            torch.randn(outputs, inputs, dtype=torch.bfloat16, device=device) / sqrt(inputs)
+            for inputs, outputs in shapes
+        ]
         for _ in range(layers)
-        for inputs, outputs in shapes
     ]
-    tokens = torch.randn(BATCH, shapes[0][0], dtype=torch.bfloat16, device=device)
+    cache = torch.randn(
+        layers, 2, BATCH, kv_heads, context, head_dim, dtype=torch.bfloat16, device=device
+    )
+    scale = torch.ones(hidden, dtype=torch.bfloat16, device=device)
+    tokens = torch.randn(BATCH, hidden, dtype=torch.bfloat16, device=device)
+    linear, norm = torch.nn.functional.linear, torch.nn.functional.rms_norm
 
     def run() -> None:
-        hidden = tokens
-        for weight in weights:
-            hidden = torch.nn.functional.linear(hidden[:, : weight.shape[1]], weight)
+        state = tokens
+        for (into_heads, out_of_heads, up, down), (keys, values) in zip(
+            weights, cache, strict=True
+        ):
+            query = linear(norm(state, (hidden,), scale), into_heads)[:, :width]
+            # The queries of a K/V head stand where a prefill has tokens.
+            query = query.reshape(BATCH, kv_heads, heads // kv_heads, head_dim)
+            found = torch.nn.functional.scaled_dot_product_attention(query, keys, values)
+            state = state + linear(found.reshape(BATCH, width), out_of_heads)
+            gate, rest = linear(norm(state, (hidden,), scale), up).split(gate_up // 2, dim=1)
+            state = state + linear(torch.nn.functional.silu(gate) * rest, down)
 
-    nbytes = sum(weight.numel() * weight.element_size() for weight in weights)
-    return Steps(run, nbytes, graph_steps=8)
+    nbytes = sum(weight.numel() for layer in weights for weight in layer) + cache.numel()
+    return Steps(run, nbytes * cache.element_size(), graph_steps=8)
 
 
 def gemm_steps(device: str, size: int = GEMM_SIZE) -> Steps:

@@ -10,10 +10,10 @@ import torch
 from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.fingerprint import fingerprint
 from lmcache_kernels.transfer.device import CudaDevice, EventCompletion
+from lmcache_kernels.transfer.gpu_mover import GpuMover
 from lmcache_kernels.transfer.host_mover import HostMover
 from lmcache_kernels.transfer.moves import ChunkMove
 from lmcache_kernels.transfer.slot_header import HEADER_BYTES
-from lmcache_kernels.transfer.gpu_mover import GpuMover
 from lmcache_kernels.views import group_of
 
 if TYPE_CHECKING:

@@ -84,6 +84,13 @@ def quick_runtime() -> ctypes.PyDLL:
     return runtime
 
 
+def pci_address(device: int) -> str:
+    """Of a GPU, such as ``0000:3b:00.0``; "" if CUDA does not say."""
+    text = ctypes.create_string_buffer(32)
+    code = cuda_runtime().cudaDeviceGetPCIBusId(text, len(text), device)
+    return "" if code else text.value.decode().lower()
+
+
 class _Location(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 

@@ -73,18 +73,22 @@ class Planner:
 
     def choose(self, job: Job, possible: Sequence[str]) -> Choice:
         """The best of the possible paths ("staged" is always one)."""
-        expected = {
-            path: seconds
-            for path in possible
-            if (seconds := self.seconds(path, job)) is not None
-            and not (path in DISTURBING and seconds > DISTURBING_SECONDS)
-        }
+        expected = self.allowed(job, possible)
         if "staged" not in expected:
             return Choice("staged", "staged: this machine is not calibrated")
         best = min(expected, key=lambda path: expected[path])
         times = ", ".join(f"{path} {seconds * 1e6:.0f} us" for path, seconds in expected.items())
         way = "store" if job.storing else "load"
         return Choice(best, f"{best}: {way} of {job.runs} x {job.run_bytes} B, expected {times}")
+
+    def allowed(self, job: Job, possible: Sequence[str]) -> dict[str, float]:
+        """Expected seconds of the paths that may be taken."""
+        return {
+            path: seconds
+            for path in possible
+            if (seconds := self.seconds(path, job)) is not None
+            and not (path in DISTURBING and seconds > DISTURBING_SECONDS)
+        }
 
     def seconds(self, path: str, job: Job) -> float | None:
         """How long the path is expected to take; None if it was never measured."""
