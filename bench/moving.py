@@ -95,7 +95,7 @@ class Transfer:
             for start in range(0, len(work.ids), per_chunk)
         ]
         moves = [
-            ChunkMove(payload.data_ptr(), (ids,))
+            ChunkMove(payload.data_ptr(), (ids,), reachable=True)
             for payload, ids in zip(work.chunk, blocks, strict=True)
         ]
         return cls(mover, work, moves)
