@@ -22,7 +22,7 @@ POISON = 0xA5
 
 
 class Rig:
-    def __init__(self, name, path, *, tokens=32, blocks=64, **options):
+    def __init__(self, name, path, *, tokens=32, blocks=96, **options):
         self.cache = make_cache(BY_NAME[name], blocks=blocks, device=DEVICE, **options)
         self.cache.fill_random(7)
         group = group_of(self.cache.tensors, self.cache.axes)
