@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lmcache_kernels.transfer.arena import SHM_DIRECTORY, Arena
-from lmcache_kernels.transfer.cuda_host import cuda_runtime
+from lmcache_kernels.transfer.cuda_host import host_runtime
 from lmcache_kernels.transfer.memory_room import tightest_room
 from lmcache_kernels.transfer.numa import node_of
 from lmcache_kernels.transfer.pinning import PinnedRegion
@@ -156,7 +156,7 @@ def arena_ready(
 
 
 def host_alloc_ready(nbytes: int, sample: torch.Tensor) -> Ready:
-    runtime, address = cuda_runtime(), ctypes.c_void_p()
+    runtime, address = host_runtime(), ctypes.c_void_p()
     start = time.perf_counter()
     code = runtime.cudaHostAlloc(ctypes.byref(address), nbytes, 0)
     allocated = time.perf_counter()

@@ -6,6 +6,11 @@ import threading
 
 import torch
 
+from .cuda_runtime import quick
+from .errors import TransferFailed
+
+WORD_BYTES = 4
+
 WORDS = 1 << 14
 """Of a ring as it begins: room for hundreds of ordinary copies."""
 
@@ -25,6 +30,7 @@ class CallRing:
         self._stream = stream
         self._uploads = torch.cuda.Stream(stream.device)
         self._uploaded = torch.cuda.Event()
+        self._uploaded.record(self._uploads)  # torch makes an event when it is first recorded
         self._retired: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]] = []
         self._open(WORDS)
 
@@ -54,12 +60,17 @@ class CallRing:
 
         They travel on a stream of their own, so that they are there when a busy device gets so far.
         """
-        there = self._device[start : start + words]
-        with torch.cuda.stream(self._uploads):
-            there.copy_(self._host[start : start + words], non_blocking=True)
-        self._uploaded.record(self._uploads)
-        self._stream.wait_event(self._uploaded)
-        return there.data_ptr()
+        there = self._device.data_ptr() + WORD_BYTES * start
+        here = self._host.data_ptr() + WORD_BYTES * start
+        runtime, uploads, uploaded = quick(), self._uploads.cuda_stream, self._uploaded.cuda_event
+        code = (
+            runtime.queue_copy(there, here, WORD_BYTES * words, uploads)
+            or runtime.record(uploaded, uploads)
+            or runtime.wait(self._stream.cuda_stream, uploaded, 0)
+        )
+        if code:
+            raise TransferFailed(f"CUDA refused to upload the ids of a copy: error {code}")
+        return there
 
     def _turn(self, words: int) -> int:
         event = torch.cuda.Event()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
-
-if TYPE_CHECKING:
-    import torch
 
 _ROWS = 256
 """Parts a program loads at a time; their order does not matter."""
@@ -29,13 +28,33 @@ def _fold_kernel(sums, totals, num_rows: tl.int32, ROWS: tl.constexpr):
 # fmt: on
 
 
-def fold_sums(sums: torch.Tensor, totals: torch.Tensor) -> None:
-    """Queue ``totals[i] = sum(sums[i])`` on the current stream and leave zeros in ``sums``.
+def fold_sums(sums: torch.Tensor, totals: torch.Tensor, stream: int) -> None:
+    """Queue ``totals[i] = sum(sums[i])`` and leave zeros in ``sums``.
 
     Args:
         sums: contiguous int64[chunks, rows] on the device.
         totals: contiguous int64[chunks], on the device or pinned: written over the link there.
+        stream: handle; its device must be the current one. The interpreter needs none.
     """
     chunks, rows = sums.shape
-    if chunks:
-        _fold_kernel[(chunks,)](sums, totals, rows, ROWS=_ROWS, num_warps=1)
+    if not chunks:
+        return
+    if not sums.is_cuda:
+        _fold_kernel[(chunks,)](sums, totals, rows, ROWS=_ROWS)
+        return
+    kernel = _compiled(sums.device.index)
+    kernel.run(
+        *(chunks, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None),
+        *(sums.data_ptr(), totals.data_ptr(), rows, _ROWS),
+    )
+
+
+@cache
+def _compiled(device: int) -> Any:
+    """The kernel, loaded on a device: without Triton's look at every argument, see launching."""
+    with torch.cuda.device(device):
+        kernel = _fold_kernel.warmup(
+            torch.int64, torch.int64, 1, ROWS=_ROWS, grid=(1,), num_warps=1
+        )
+        kernel.run  # noqa: B018 - loads the binary
+    return kernel

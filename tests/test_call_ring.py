@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 
 from lmcache_kernels import call_ring
 from lmcache_kernels.call_ring import WORDS, CallRing
+from lmcache_kernels.errors import TransferFailed
 
 
 class Device:
@@ -18,6 +20,7 @@ class Device:
     def __init__(self):
         self.queued = self.over = 0
         self.memory_left = True
+        self.runtime = Runtime()
 
     def run(self, upto=None):
         self.over = self.queued if upto is None else upto
@@ -28,7 +31,26 @@ class Device:
         return torch.full((words,), -777, dtype=dtype)
 
 
+class Runtime:
+    """CUDA's calls: copies happen at once, or are refused."""
+
+    refused = 0
+
+    def queue_copy(self, to, origin, nbytes, stream):
+        if not self.refused:
+            ctypes.memmove(to, origin, nbytes)
+        return self.refused
+
+    def record(self, event, stream):
+        return 0
+
+    def wait(self, stream, event, flags):
+        return 0
+
+
 class Event:
+    cuda_event = 0
+
     def __init__(self, device):
         self.device, self.at = device, 0
 
@@ -48,7 +70,9 @@ def device(monkeypatch):
     def stream(_):
         yield
 
-    cuda = SimpleNamespace(Event=lambda: Event(device), Stream=lambda _: "uploads", stream=stream)
+    uploads = SimpleNamespace(cuda_stream=1)
+    cuda = SimpleNamespace(Event=lambda: Event(device), Stream=lambda _: uploads, stream=stream)
+    monkeypatch.setattr(call_ring, "quick", lambda: device.runtime)
     monkeypatch.setattr(
         call_ring, "torch", SimpleNamespace(cuda=cuda, empty=device.empty, int32=torch.int32)
     )
@@ -57,7 +81,7 @@ def device(monkeypatch):
 
 @pytest.fixture
 def ring(device):
-    return CallRing(SimpleNamespace(device="cuda:0", wait_event=lambda event: None))
+    return CallRing(SimpleNamespace(device="cuda:0", cuda_stream=2))
 
 
 def put(ring, words):
@@ -112,3 +136,11 @@ def test_after_a_failed_allocation_the_ring_works_as_before(device, ring):
     assert first.tolist() == [1, 2, 3]
     device.memory_left = True
     assert put(ring, [5] * WORDS).tolist() == [5] * WORDS
+
+
+def test_a_refused_upload_is_an_error(device, ring):
+    device.runtime.refused = 700
+    with pytest.raises(TransferFailed, match="700"):
+        put(ring, [1])
+    device.runtime.refused = 0
+    assert put(ring, [4, 5, 6]).tolist() == [4, 5, 6]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lmcache_kernels.cuda_runtime import cuda_runtime
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -23,7 +25,7 @@ class CudaHostMemory:
     """
 
     def __init__(self) -> None:
-        self._runtime = cuda_runtime()
+        self._runtime = host_runtime()
         self._device = _device_in_use()
 
     def register(self, address: int, nbytes: int) -> int:
@@ -54,9 +56,9 @@ class CudaHostMemory:
 
 
 @cache
-def cuda_runtime() -> ctypes.CDLL:
-    """The library that torch has loaded, so with the same contexts."""
-    runtime = ctypes.CDLL(_library())
+def host_runtime() -> ctypes.CDLL:
+    """The CUDA runtime, told what the functions for host memory and streams take."""
+    runtime = cuda_runtime()
     address, size, flags = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
     out = ctypes.POINTER(ctypes.c_void_p)
     runtime.cudaHostRegister.argtypes = [address, size, flags]
@@ -68,26 +70,10 @@ def cuda_runtime() -> ctypes.CDLL:
     return runtime
 
 
-@cache
-def quick_runtime() -> ctypes.PyDLL:
-    """The same library for calls of a microsecond or two, which keep Python's lock.
-
-    Giving the lock up and taking it again costs far more than that where other threads want it, as
-    an engine's does. Here a copy costs the host 2.2 us and an event 0.5; torch's copy_, with the
-    stream made current, 14 (H200's host, torch 2.11, 30 November 2026).
-    """
-    runtime = ctypes.PyDLL(_library())
-    address, size = ctypes.c_void_p, ctypes.c_size_t
-    runtime.cudaMemcpyAsync.argtypes = [address, address, size, ctypes.c_int, address]
-    runtime.cudaEventRecord.argtypes = [address, address]
-    runtime.cudaStreamWaitEvent.argtypes = [address, address, ctypes.c_uint]
-    return runtime
-
-
 def pci_address(device: int) -> str:
     """Of a GPU, such as ``0000:3b:00.0``; "" if CUDA does not say."""
     text = ctypes.create_string_buffer(32)
-    code = cuda_runtime().cudaDeviceGetPCIBusId(text, len(text), device)
+    code = host_runtime().cudaDeviceGetPCIBusId(text, len(text), device)
     return "" if code else text.value.decode().lower()
 
 
@@ -112,7 +98,7 @@ _SOURCE_IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 def has_batched_copies() -> bool:
     """Whether :func:`copy_batch` works: before CUDA 13 the call had other arguments."""
     return str(torch.version.cuda).startswith("13.") and hasattr(
-        cuda_runtime(), "cudaMemcpyBatchAsync"
+        host_runtime(), "cudaMemcpyBatchAsync"
     )
 
 
@@ -127,7 +113,7 @@ def copy_batch(
     """
     attributes, first = _BatchAttributes(source_order=_SOURCE_IN_STREAM_ORDER), ctypes.c_size_t(0)
     return int(
-        cuda_runtime().cudaMemcpyBatchAsync(
+        host_runtime().cudaMemcpyBatchAsync(
             ctypes.c_void_p(to.ctypes.data),
             ctypes.c_void_p(origin.ctypes.data),
             ctypes.c_void_p(sizes.ctypes.data),
@@ -138,11 +124,6 @@ def copy_batch(
             ctypes.c_void_p(stream),
         )
     )
-
-
-def _library() -> str:
-    version = (torch.version.cuda or "").split(".")[0]
-    return f"libcudart.so.{version}"
 
 
 def _device_in_use() -> int:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from lmcache_kernels.cuda_runtime import quick
 from lmcache_kernels.errors import TransferFailed
 
-from .cuda_host import copy_batch, cuda_runtime, quick_runtime
+from .cuda_host import copy_batch, host_runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +27,6 @@ POLL_SECONDS = 50e-6
 MAX_BATCH = 8000
 """Copies of one call: at 8192 and above the driver has been seen to refuse or to crash."""
 
-_ANY_DIRECTION = 4  # cudaMemcpyDefault: the addresses say which
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it, nor it for that
 _LOWEST_PRIORITY = 0
 
@@ -128,17 +128,15 @@ class CudaDevice:
         if not event.cuda_event:
             event.record(stream)  # torch makes it now
             return
-        self._queued(quick_runtime().cudaEventRecord(event.cuda_event, stream.cuda_stream), "event")
+        self._queued(quick().record(event.cuda_event, stream.cuda_stream), "event")
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         if event.cuda_event:
-            code = quick_runtime().cudaStreamWaitEvent(stream.cuda_stream, event.cuda_event, 0)
+            code = quick().wait(stream.cuda_stream, event.cuda_event, 0)
             self._queued(code, "wait")
 
     def copy(self, stream: torch.cuda.Stream, to: int, origin: int, nbytes: int) -> None:
-        code = quick_runtime().cudaMemcpyAsync(
-            to, origin, nbytes, _ANY_DIRECTION, stream.cuda_stream
-        )
+        code = quick().queue_copy(to, origin, nbytes, stream.cuda_stream)
         self._queued(code, f"copy of {nbytes} bytes")
 
     def copy_batch(
@@ -156,7 +154,7 @@ class CudaDevice:
 
     def _queued(self, code: int, what: str) -> None:
         if code:
-            cuda_runtime().cudaGetLastError()  # or CUDA tells it to whoever asks next
+            host_runtime().cudaGetLastError()  # or CUDA tells it to whoever asks next
             raise TransferFailed(f"CUDA refused a {what}: error {code}")
 
     def run(
@@ -194,7 +192,7 @@ class EventCompletion:
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
     handle = ctypes.c_void_p()
-    code = cuda_runtime().cudaStreamCreateWithPriority(
+    code = host_runtime().cudaStreamCreateWithPriority(
         ctypes.byref(handle), _NON_BLOCKING, _LOWEST_PRIORITY
     )
     if code:

@@ -62,7 +62,7 @@ class Path(ABC):
             return Moved(
                 EventCompletion(cache_free),
                 EventCompletion(done),
-                self._tally.when(done, totals),
+                self._tally.when(done, totals, len(moves)),
             )
 
     def open(self) -> None:

@@ -219,6 +219,21 @@ def test_a_store_is_done_when_its_fingerprints_are_there_too():
     assert moved.done.done()
 
 
+def test_fingerprints_stay_what_they_were_while_others_are_made():
+    """The memory they come in is used again, but not before it was read."""
+    rig = Rig()
+    first = rig.mover.gather(rig.moves(), None)
+    rig.device.settle()
+    second = rig.mover.gather(rig.moves()[::-1], None)
+    rig.device.settle()
+    sums = first.fingerprints()
+    third = rig.mover.gather(rig.moves()[1:], None)
+    rig.device.settle()
+    assert second.fingerprints() == sums[::-1]
+    assert third.fingerprints() == sums[1:]
+    assert first.fingerprints() == sums
+
+
 def test_slices_go_with_the_mover():
     rig = Rig()
     rig.store()

@@ -469,7 +469,7 @@ def test_fault_f07_the_runtime_is_asked_whether_the_hosts_address_will_do(
             out._obj.value = address + 0x1000
             return 0
 
-    monkeypatch.setattr(cuda_host, "cuda_runtime", Cudart)
+    monkeypatch.setattr(cuda_host, "host_runtime", Cudart)
     monkeypatch.setattr(cuda_host, "_device_in_use", lambda: 3)
     monkeypatch.setattr(cuda_host.torch.cuda, "device", lambda _: nullcontext())
     region = pinned(cuda_host.CudaHostMemory())
