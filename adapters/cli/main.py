@@ -88,11 +88,21 @@ def demo(
 @app.command()
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="Measure (again) which way of copying is quickest for what."
+        ),
+    ] = False,
 ) -> None:
     """Tell what this machine has, what is short, and what to do about it.
 
     Exits with 1 if something that nothing works without is missing.
     """
+    if calibrate:
+        from .calibrate import run_calibration
+
+        raise typer.Exit(run_calibration())
     from .doctor import run_doctor
 
     raise typer.Exit(run_doctor(as_json=json))
