@@ -48,10 +48,15 @@ def decode_steps(
     shapes: Sequence[tuple[int, int]] = LLAMA_8B_SHAPES,
     context: int = CONTEXT_TOKENS,
     head_dim: int = HEAD_DIM,
+    joined: bool = True,
 ) -> Steps:
     """A decode step of Llama-3-8B: its products, norms, attention and activation.
 
     Every weight, and the K and V of every token of the context, are read once a step.
+
+    Args:
+        joined: q, k and v are one product, and gate and up are; False: five, as checkpoints have
+            them.
     """
     (hidden, qkv), (width, _), (_, gate_up), _ = shapes
     heads, kv_heads = width // head_dim, (qkv - width) // 2 // head_dim
@@ -67,19 +72,33 @@ def decode_steps(
     )
     scale = torch.ones(hidden, dtype=torch.bfloat16, device=device)
     tokens = torch.randn(BATCH, hidden, dtype=torch.bfloat16, device=device)
+    if not joined:
+        weights = [
+            [
+                *into_heads.split((width, kv_heads * head_dim, kv_heads * head_dim)),
+                out_of_heads,
+                *up.split(gate_up // 2),
+                down,
+            ]
+            for into_heads, out_of_heads, up, down in weights
+        ]
     linear, norm = torch.nn.functional.linear, torch.nn.functional.rms_norm
 
     def run() -> None:
         state = tokens
-        for (into_heads, out_of_heads, up, down), (keys, values) in zip(
-            weights, cache, strict=True
-        ):
-            query = linear(norm(state, (hidden,), scale), into_heads)[:, :width]
+        for layer, (keys, values) in zip(weights, cache, strict=True):
+            *into_heads, out_of_heads = layer[: -2 if joined else -3]
+            *up, down = layer[-2 if joined else -3 :]
+            normed = norm(state, (hidden,), scale)
+            query, *_ = [linear(normed, weight) for weight in into_heads]
+            query = query[:, :width]
             # The queries of a K/V head stand where a prefill has tokens.
             query = query.reshape(BATCH, kv_heads, heads // kv_heads, head_dim)
             found = torch.nn.functional.scaled_dot_product_attention(query, keys, values)
             state = state + linear(found.reshape(BATCH, width), out_of_heads)
-            gate, rest = linear(norm(state, (hidden,), scale), up).split(gate_up // 2, dim=1)
+            normed = norm(state, (hidden,), scale)
+            ups = [linear(normed, weight) for weight in up]
+            gate, rest = ups if len(ups) > 1 else ups[0].split(gate_up // 2, dim=1)
             state = state + linear(torch.nn.functional.silu(gate) * rest, down)
 
     nbytes = sum(weight.numel() for layer in weights for weight in layer) + cache.numel()

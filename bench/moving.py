@@ -59,11 +59,13 @@ class GatedDevice(CudaDevice):
 
     gate: torch.cuda.Event | None = None
 
-    def copy(self, stream: torch.cuda.Stream, to: int, origin: int, nbytes: int) -> None:
+    def copy(
+        self, stream: torch.cuda.Stream, to: int, origin: int, nbytes: int, *, pinned: bool
+    ) -> None:
         if self.gate is not None:
             gate, self.gate = self.gate, None
             stream.wait_event(gate)
-        super().copy(stream, to, origin, nbytes)
+        super().copy(stream, to, origin, nbytes, pinned=pinned)
 
 
 class GatedMover(GpuMover):

@@ -29,7 +29,7 @@ WITHIN = 0.05
 def run(options: Options, device: str = "cuda:0") -> list[Row]:
     """Measure every shape, then print how far from the best the choices are."""
     planner = Planner(calibration.calibrate(device).samples)
-    rows = []
+    rows: list[Row] = []
     for run_bytes, runs in shapes():
         if options.wants(f"{runs} x {run_bytes} B"):
             rows += rows_of(planner, device, run_bytes, runs, options.rounds)

@@ -8,7 +8,7 @@ chunk is an argument of the launch. One prepared copy thus serves every chunk, s
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .copy_plan import CopyPlan
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from .copy_plan import Side
     from .plane import CacheGroup, Plane
 
+    Layers: TypeAlias = Sequence[Sequence[int]]
+    """Per group, for each of its layers in the order of its rows: when the engine needs it."""
+
     Queue: TypeAlias = Callable[[int, "ChunkPart", int, torch.Tensor], None]
 
 
@@ -36,12 +39,14 @@ class ChunkPart:
     Attributes:
         offset, nbytes: where it lies in the payload.
         first_tile, end_tile: the tiles that move it.
+        first_layer: when the engine needs its first layer: a place in the order that it was cut by.
     """
 
     offset: int
     nbytes: int
     first_tile: int
     end_tile: int
+    first_layer: int = 0
 
 
 class ChunkCopy:
@@ -87,13 +92,20 @@ class ChunkCopy:
             writes=writes,
         )
 
-    def cut(self, sizes: Iterable[int]) -> list[ChunkPart]:
-        """The parts of a chunk, in order; part ``i`` has at most ``sizes[i]`` bytes if it can.
+    def cut(self, sizes: Iterable[int], layers: Layers | None = None) -> list[ChunkPart]:
+        """The parts of a chunk; part ``i`` has at most ``sizes[i]`` bytes if it can.
 
         A part has at least the blocks of one tile of one row. The last size goes for all parts
         behind it.
+
+        Args:
+            layers: the parts come in the order in which the engine needs the layers; None: as they
+                lie in the payload.
+
+        Raises:
+            LayoutError: layers that are not those of the groups.
         """
-        return cut(self.plan, self._executor.config, sizes)
+        return cut(self.plan, self._executor.config, sizes, layers)
 
     @contextmanager
     def queued(self, blocks: Sequence[Sequence[Sequence[int]]], stream: int) -> Iterator[Queue]:
@@ -148,35 +160,38 @@ def pair_planes(
     return pairs if chunk_side == "dst" else [[pair[::-1] for pair in group] for group in pairs]
 
 
-def cut(plan: CopyPlan, config: CopyConfig, sizes: Iterable[int]) -> list[ChunkPart]:
+def cut(
+    plan: CopyPlan, config: CopyConfig, sizes: Iterable[int], layers: Layers | None = None
+) -> list[ChunkPart]:
     """See :meth:`ChunkCopy.cut`. Pure."""
     targets = iter(sizes)
     target = next(targets)
+    grains = list(_grains(plan, config, layers))
+    if layers is not None:
+        grains.sort(key=lambda grain: grain.first_layer)  # stable: of a layer, as they lie
     parts: list[ChunkPart] = []
-    open_part: ChunkPart | None = None
-    for grain in _grains(plan, config):
-        end = grain.offset + grain.nbytes
-        if open_part is not None:
-            if end - open_part.offset <= target:
-                open_part = ChunkPart(
-                    open_part.offset, end - open_part.offset, open_part.first_tile, grain.end_tile
-                )
+    for grain in grains:
+        if parts:
+            last = parts[-1]
+            end = grain.offset + grain.nbytes
+            if last.end_tile == grain.first_tile and end - last.offset <= target:
+                parts[-1] = replace(last, nbytes=end - last.offset, end_tile=grain.end_tile)
                 continue
-            parts.append(open_part)
             target = next(targets, target)
-        open_part = grain
-    if open_part is not None:
-        parts.append(open_part)
+        parts.append(grain)
     return parts
 
 
-def _grains(plan: CopyPlan, config: CopyConfig) -> Iterator[ChunkPart]:
+def _grains(plan: CopyPlan, config: CopyConfig, layers: Layers | None) -> Iterator[ChunkPart]:
     """The smallest parts: the blocks of one tile of one row."""
+    if layers is not None and len(layers) != plan.groups:
+        raise LayoutError(f"layers: expected one list a group, {plan.groups}, got {len(layers)}")
     tile = 0
     for leg in plan.legs:
         chunk = leg.dst if plan.chunk_side == "dst" else leg.src
         tiles = config.tiles(leg.dst, config.blocks, plan.unit) // leg.dst.rows
-        for place in leg.places:
+        turns = (0,) * chunk.rows if layers is None else _turns(layers[leg.group], chunk.rows)
+        for place, turn in zip(leg.places, turns, strict=True):
             for first in range(0, chunk.num_blocks, config.blocks):
                 blocks = min(config.blocks, chunk.num_blocks - first)
                 yield ChunkPart(
@@ -184,5 +199,15 @@ def _grains(plan: CopyPlan, config: CopyConfig) -> Iterator[ChunkPart]:
                     blocks * chunk.block_bytes,
                     tile,
                     tile + tiles,
+                    turn,
                 )
                 tile += tiles
+
+
+def _turns(layers: Sequence[int], rows: int) -> list[int]:
+    """Of each row, when the engine needs its layer."""
+    if not layers or rows % len(layers):
+        raise LayoutError(
+            f"layers: expected as many as share {rows} rows evenly, got {len(layers)}"
+        )
+    return [turn for turn in layers for _ in range(rows // len(layers))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,12 +23,8 @@ def cuda_runtime() -> ctypes.CDLL:
 
 
 @dataclass(frozen=True)
-class Quick:
-    """Calls of a microsecond or two, which keep Python's lock; each gives CUDA's code.
-
-    Giving the lock up and taking it again costs far more than that where other threads want it, as
-    an engine's does. A copy costs the host 2.2 us and an event 0.5; torch's copy_, with the stream
-    made current, 14 (host of an H200, torch 2.11, 30 November 2026).
+class QueueCalls:
+    """What queues work in streams; each call gives CUDA's code, 0 when it worked.
 
     Attributes:
         copy: to, from, bytes, direction, stream; :meth:`queue_copy` knows the direction.
@@ -46,17 +42,34 @@ class Quick:
 
 
 @cache
-def quick() -> Quick:
-    """See :class:`Quick`."""
-    library = ctypes.PyDLL(_library())
-    prefix = "hip" if torch.version.hip else "cuda"
-    copy = getattr(library, f"{prefix}MemcpyAsync")
-    copy.argtypes = [_ADDRESS, _ADDRESS, _SIZE, ctypes.c_int, _ADDRESS]
-    record = getattr(library, f"{prefix}EventRecord")
-    record.argtypes = [_ADDRESS, _ADDRESS]
-    wait = getattr(library, f"{prefix}StreamWaitEvent")
-    wait.argtypes = [_ADDRESS, _ADDRESS, ctypes.c_uint]
-    return Quick(copy, record, wait)
+def quick() -> QueueCalls:
+    """Calls that keep Python's lock, for they take a microsecond or two.
+
+    Giving the lock up and taking it again costs far more than that where other threads want it, as
+    an engine's does. A copy costs the host 2.2 us and an event 0.5; torch's copy_, with the stream
+    made current, 14 (host of an H200, torch 2.11, 30 November 2026).
+    """
+    return _calls(ctypes.PyDLL(_library()))
+
+
+@cache
+def patient() -> QueueCalls:
+    """The same without the lock: for copies of memory that is not pinned, during which CUDA waits."""
+    return _calls(cuda_runtime())
+
+
+def _calls(library: ctypes.CDLL) -> QueueCalls:
+    return QueueCalls(
+        copy=_typed(library, "MemcpyAsync", _ADDRESS, _ADDRESS, _SIZE, ctypes.c_int, _ADDRESS),
+        record=_typed(library, "EventRecord", _ADDRESS, _ADDRESS),
+        wait=_typed(library, "StreamWaitEvent", _ADDRESS, _ADDRESS, ctypes.c_uint),
+    )
+
+
+def _typed(library: ctypes.CDLL, name: str, *types: Any) -> Callable[..., int]:
+    function: Callable[..., int] = getattr(library, ("hip" if torch.version.hip else "cuda") + name)
+    function.argtypes = types  # type: ignore[attr-defined]
+    return function
 
 
 def _library() -> str:

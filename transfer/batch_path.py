@@ -50,6 +50,7 @@ class BatchPath(Path):
     def _queue_chunk(
         self, launch: Queue, index: int, move: ChunkMove, first: bool, last: bool
     ) -> None:
+        self._pace()
         whole: ChunkPart = self._whole
         cache, host, sizes = self._addresses(move)
         to, origin = (host, cache) if self._storing else (cache, host)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lmcache_kernels.cuda_runtime import quick
+from lmcache_kernels.cuda_runtime import patient, quick
 from lmcache_kernels.errors import TransferFailed
 
 from .cuda_host import copy_batch, host_runtime
@@ -65,8 +65,11 @@ class Device(Protocol):
         """What the stream gets from now on waits for what the event stands for now."""
         ...
 
-    def copy(self, stream: Any, to: int, origin: int, nbytes: int) -> None:
-        """Queue a copy between two addresses, of the device or of (best: pinned) host memory."""
+    def copy(self, stream: Any, to: int, origin: int, nbytes: int, *, pinned: bool) -> None:
+        """Queue a copy between two addresses, of the device or of host memory.
+
+        If that is not pinned, the call waits until the copy was done.
+        """
         ...
 
     def copy_batch(
@@ -89,6 +92,10 @@ class Device(Protocol):
 
     def pinned(self, count: int) -> torch.Tensor:
         """int64[count] in host memory that kernels can write."""
+        ...
+
+    def finish(self, event: Any, timeout: float) -> bool:
+        """Wait until the event has passed; False when ``timeout`` seconds have."""
         ...
 
     def synchronize(self, stream: Any) -> None: ...
@@ -135,8 +142,11 @@ class CudaDevice:
             code = quick().wait(stream.cuda_stream, event.cuda_event, 0)
             self._queued(code, "wait")
 
-    def copy(self, stream: torch.cuda.Stream, to: int, origin: int, nbytes: int) -> None:
-        code = quick().queue_copy(to, origin, nbytes, stream.cuda_stream)
+    def copy(
+        self, stream: torch.cuda.Stream, to: int, origin: int, nbytes: int, *, pinned: bool
+    ) -> None:
+        calls = quick() if pinned else patient()
+        code = calls.queue_copy(to, origin, nbytes, stream.cuda_stream)
         self._queued(code, f"copy of {nbytes} bytes")
 
     def copy_batch(
@@ -167,6 +177,9 @@ class CudaDevice:
 
     def pinned(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.int64, pin_memory=True)
+
+    def finish(self, event: torch.cuda.Event, timeout: float) -> bool:
+        return EventCompletion(event).wait(timeout)
 
     def synchronize(self, stream: torch.cuda.Stream) -> None:
         stream.synchronize()

@@ -29,6 +29,7 @@ class DirectPath(Path):
     def _queue_chunk(
         self, launch: Queue, index: int, move: ChunkMove, first: bool, last: bool
     ) -> None:
+        self._pace()
         whole: ChunkPart = self._whole
         self._device.run(
             self._kernels, launch, index, whole, move.address, self._tally.parts[index]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -22,6 +22,7 @@ from .staged_path import StagedPath
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from lmcache_kernels.chunk_copy import Layers
     from lmcache_kernels.chunk_layout import ChunkLayout
     from lmcache_kernels.copy_plan import Side
     from lmcache_kernels.plane import CacheGroup
@@ -85,8 +86,13 @@ class GpuMover:
     def gather(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
         return self._run(moves, after, storing=True)
 
-    def scatter(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
-        return self._run(moves, after, storing=False)
+    def scatter(
+        self, moves: Sequence[ChunkMove], after: Completion | None, layers: Layers | None = None
+    ) -> Moved:
+        if layers is None:
+            return self._run(moves, after, storing=False)
+        staged = cast("StagedPath", self._at("staged", storing=False))
+        return staged.run_by_layer(moves, after, layers)
 
     def choose(self, moves: Sequence[ChunkMove], *, storing: bool) -> Choice:
         """The path for some moves, and why."""
@@ -107,11 +113,13 @@ class GpuMover:
         self._paths.clear()
 
     def _run(self, moves: Sequence[ChunkMove], after: Completion | None, *, storing: bool) -> Moved:
-        name = self.choose(moves, storing=storing).path
+        return self._at(self.choose(moves, storing=storing).path, storing).run(moves, after)
+
+    def _at(self, name: str, storing: bool) -> Path:
         path = self._paths.get((name, storing))
         if path is None:
             path = self._paths[name, storing] = self._make(name, storing)
-        return path.run(moves, after)
+        return path
 
     def _make(self, name: str, storing: bool) -> Path:
         side: Side = "dst" if storing else "src"

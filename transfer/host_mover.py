@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from .moves import Moved, Over, pair_ids
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from lmcache_kernels.chunk_copy import Layers
     from lmcache_kernels.chunk_layout import ChunkLayout
     from lmcache_kernels.copy_plan import Side
     from lmcache_kernels.plane import CacheGroup
@@ -37,8 +39,16 @@ class HostMover:
     def gather(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
         return self._move(moves, "dst")
 
-    def scatter(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
-        return self._move(moves, "src")
+    def scatter(
+        self,
+        moves: Sequence[ChunkMove],
+        after: Completion | None,
+        layers: Layers | None = None,
+    ) -> Moved:
+        moved = self._move(moves, "src")
+        if layers is None:
+            return moved
+        return replace(moved, layers=[(max(map(max, layers)), moved.done)])
 
     def _move(self, moves: Sequence[ChunkMove], chunk_side: Side) -> Moved:
         found = [self._move_one(move, chunk_side) for move in moves]

@@ -10,10 +10,14 @@ from lmcache_kernels.ids import ABSENT, pack_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import TypeAlias
 
+    from lmcache_kernels.chunk_copy import Layers
     from lmcache_kernels.chunk_layout import ChunkLayout
     from lmcache_kernels.copy_plan import Side
     from lmcache_kernels.plane import CacheGroup
+
+    Steps: TypeAlias = Sequence[tuple[int, "Completion"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +56,13 @@ class Moved:
         cache_free: the cache's blocks are read (gather) or written (scatter).
         done: so is everything else.
         fingerprints: of the moves' payloads, in order; only once ``done`` is over.
+        layers: of a scatter by layers: (place in the order, when all layers up to it are there).
     """
 
     cache_free: Completion
     done: Completion
     fingerprints: Callable[[], list[int]]
+    layers: Steps = ()
 
 
 class Mover(Protocol):
@@ -75,8 +81,17 @@ class Mover(Protocol):
         """Cache to host."""
         ...
 
-    def scatter(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
-        """Host to cache."""
+    def scatter(
+        self,
+        moves: Sequence[ChunkMove],
+        after: Completion | None,
+        layers: Layers | None = None,
+    ) -> Moved:
+        """Host to cache.
+
+        Args:
+            layers: load in this order, and say in ``Moved.layers`` when which are there.
+        """
         ...
 
     def close(self) -> None: ...

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from . import tally
+from lmcache_kernels.errors import TransferFailed
+
 from .device import EventCompletion
 from .moves import Moved
 from .tally import Tally
@@ -16,7 +18,15 @@ if TYPE_CHECKING:
     from lmcache_kernels.chunk_copy import ChunkCopy, Queue
 
     from .device import Device
-    from .moves import ChunkMove, Completion
+    from .moves import ChunkMove, Completion, Steps
+
+
+MARK_EVERY, MARKS = 64, 2
+"""At most so many launches times so many (and one more) are queued, each with a copy and four events: CUDA
+takes about a thousand operations a stream before calls wait."""
+
+PATIENCE = 60.0
+"""Seconds without progress after which the device counts as dead."""
 
 
 class Path(ABC):
@@ -34,9 +44,19 @@ class Path(ABC):
         self._prepare = prepare
         self._where = where
         self._is_open = False
+        self._queued = 0
+        self._marks: deque[Any] = deque()
 
     def run(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
         """Queue the moves; what touches the cache waits for ``after``."""
+        return self._run(moves, after, self._queue_chunks)
+
+    def _run(
+        self,
+        moves: Sequence[ChunkMove],
+        after: Completion | None,
+        queue: Callable[[Queue, Sequence[ChunkMove]], Steps],
+    ) -> Moved:
         device = self._device
         with device.current():
             self.open()
@@ -44,14 +64,10 @@ class Path(ABC):
             try:
                 if isinstance(after, EventCompletion):
                     self._wait_for(after.event)
-                for start in range(0, len(moves), tally.BATCH):
-                    batch = moves[start : start + tally.BATCH]
-                    handle = device.handle(self._kernels)
-                    with self._copy.queued([move.blocks for move in batch], handle) as launch:
-                        for index, move in enumerate(batch):
-                            last = start + index == len(moves) - 1
-                            self._queue_chunk(launch, index, move, start + index == 0, last)
-                    self._tally.fold(len(batch), totals[start : start + len(batch)])
+                handle = device.handle(self._kernels)
+                with self._copy.queued([move.blocks for move in moves], handle) as launch:
+                    steps = queue(launch, moves)
+                self._tally.fold(len(moves), totals)
                 cache_free, done = self._ends()
             except BaseException:
                 # What was queued before still uses the blocks and the host memory.
@@ -63,7 +79,13 @@ class Path(ABC):
                 EventCompletion(cache_free),
                 EventCompletion(done),
                 self._tally.when(done, totals, len(moves)),
+                layers=steps,
             )
+
+    def _queue_chunks(self, launch: Queue, moves: Sequence[ChunkMove]) -> Steps:
+        for index, move in enumerate(moves):
+            self._queue_chunk(launch, index, move, index == 0, index == len(moves) - 1)
+        return ()
 
     def open(self) -> None:
         """Make everything ready, if it is not: compiles kernels."""
@@ -89,6 +111,24 @@ class Path(ABC):
         del self._tally, self._copy
         self._is_open = False
 
+    def _pace(self) -> None:
+        """To be called for every launch: waits while as much is queued as the device should have.
+
+        CUDA itself makes a call wait when a stream is full, and these calls keep Python's lock.
+
+        Raises:
+            TransferFailed: the device has stopped.
+        """
+        self._queued += 1
+        if self._queued < MARK_EVERY:
+            return
+        self._queued = 0
+        self._marks.append((self._point(self._kernels), self._point(self._link)))
+        if len(self._marks) > MARKS:
+            for mark in self._marks.popleft():
+                if not self._device.finish(mark, PATIENCE):
+                    raise TransferFailed(f"the device has not moved anything in {PATIENCE:g} s")
+
     def _point(self, stream: Any) -> Any:
         """An event at the end of what the stream has."""
         event = self._device.event()
@@ -113,8 +153,8 @@ class Path(ABC):
         """Queue one chunk.
 
         Args:
-            launch: see :meth:`ChunkCopy.queued`; ``index`` is the chunk's in its batch.
-            first, last: of a run.
+            launch: see :meth:`ChunkCopy.queued`.
+            index: of the chunk in its run, which ``first`` and ``last`` stand at the ends of.
         """
 
     @abstractmethod

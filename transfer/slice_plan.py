@@ -29,3 +29,14 @@ def slice_sizes(nbytes: int, most: int, *, small_first: bool, small_last: bool) 
     count = -(-rest // most)
     middle = [-(-rest // count)] * count if count else []
     return first + middle + last
+
+
+def layer_sizes(most: int) -> list[int]:
+    """Sizes of the parts of every chunk that are loaded in the order of layers.
+
+    The first are small, for the engine waits for layer 0; then they double up to ``most``.
+    """
+    sizes = [min(FIRST_BYTES, most)]
+    while sizes[-1] < most:
+        sizes.append(min(2 * sizes[-1], most))
+    return sizes

@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .device import EventCompletion
 from .path import Path
-from .slice_plan import SLICE_BYTES, SLICES, slice_sizes
+from .slice_plan import SLICE_BYTES, SLICES, layer_sizes, slice_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lmcache_kernels.chunk_copy import ChunkCopy, ChunkPart, Queue
+    from lmcache_kernels.chunk_copy import ChunkCopy, ChunkPart, Layers, Queue
     from lmcache_kernels.chunk_layout import ChunkLayout
 
     from .device import Device
-    from .moves import ChunkMove
+    from .moves import ChunkMove, Completion, Moved
 
 _ALIGN = 512  # of slices: as the slots of host memory
 _ENDS = ((False, False), (True, False), (False, True), (True, True))
@@ -75,10 +76,35 @@ class StagedPath(Path):
         for part in self._parts(first, last):
             self._queue_part(launch, index, part, move)
 
+    def run_by_layer(
+        self, moves: Sequence[ChunkMove], after: Completion | None, layers: Layers
+    ) -> Moved:
+        """:meth:`run`, all chunks' first layers first; what comes when is in ``Moved.layers``.
+
+        Args:
+            layers: see :meth:`ChunkCopy.cut`.
+        """
+        return self._run(moves, after, lambda launch, _: self._queue_layers(launch, moves, layers))
+
+    def _queue_layers(
+        self, launch: Queue, moves: Sequence[ChunkMove], layers: Layers
+    ) -> list[tuple[int, Completion]]:
+        parts = self._copy.cut(layer_sizes(self._slice_bytes), layers)
+        steps: list[tuple[int, Completion]] = []
+        for part, behind in itertools.zip_longest(parts, parts[1:]):
+            for index, move in enumerate(moves):
+                self._queue_part(launch, index, part, move)
+            through = max(map(max, layers)) if behind is None else behind.first_layer - 1
+            if through >= part.first_layer:
+                steps.append((through, EventCompletion(self._point(self._kernels))))
+        return steps
+
     def _queue_part(self, launch: Queue, index: int, part: ChunkPart, move: ChunkMove) -> None:
         device, kernels, link = self._device, self._kernels, self._link
+        self._pace()
         piece = self._slices[0]
         self._slices.rotate(-1)
+        pinned = move.reachable
         address, sums = piece.address - part.offset, self._tally.parts[index]
         if self._storing:
             device.wait(kernels, piece.emptied)
@@ -86,12 +112,12 @@ class StagedPath(Path):
             device.record(piece.filled, kernels)
             device.wait(link, piece.filled)
             for start, end in _pieces(part, move.cuts):
-                device.copy(link, move.address + start, address + start, end - start)
+                device.copy(link, move.address + start, address + start, end - start, pinned=pinned)
             device.record(piece.emptied, link)
         else:
             device.wait(link, piece.emptied)
             for start, end in _pieces(part, move.cuts):
-                device.copy(link, address + start, move.address + start, end - start)
+                device.copy(link, address + start, move.address + start, end - start, pinned=pinned)
             device.record(piece.filled, link)
             device.wait(kernels, piece.filled)
             device.run(kernels, launch, index, part, address, sums)

@@ -24,7 +24,15 @@ def asked(monkeypatch):
 
 
 def test_the_parts_are_those_that_are_promised():
-    assert list(engine.PARTS) == ["link", "two-way", "decode", "gemm", "latency", "submit"]
+    assert list(engine.PARTS) == [
+        "link",
+        "two-way",
+        "decode",
+        "decode_joined",
+        "gemm",
+        "latency",
+        "submit",
+    ]
 
 
 @pytest.mark.parametrize(

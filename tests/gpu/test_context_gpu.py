@@ -85,11 +85,11 @@ def test_a_copy_that_fails_half_way_waits_for_what_was_queued(monkeypatch, conne
     calls = []
     real = CudaDevice.copy
 
-    def third_time_unlucky(device, stream, to, origin, nbytes):
+    def third_time_unlucky(device, stream, to, origin, nbytes, *, pinned):
         calls.append(to)
         if len(calls) == 3:
             raise RuntimeError("no such luck")
-        real(device, stream, to, origin, nbytes)
+        real(device, stream, to, origin, nbytes, pinned=pinned)
 
     monkeypatch.setattr(CudaDevice, "copy", third_time_unlucky)
     digests = names(3)  # noqa: F405

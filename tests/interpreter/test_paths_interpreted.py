@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from cachekit import BY_NAME, make_cache, oracle_chunk
+from cachekit import BY_NAME, make_cache, oracle_chunk, row_count, run_bytes
 from chunkkit import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from lazy_device import LazyDevice
 
 from lmcache_kernels.chunk_layout import ChunkLayout
-from lmcache_kernels.errors import ConfigError
+from lmcache_kernels.errors import ConfigError, LayoutError, TransferFailed
 from lmcache_kernels.fingerprint import fingerprint
 from lmcache_kernels.ids import ABSENT
+from lmcache_kernels.transfer import path as path_module
 from lmcache_kernels.transfer import tally
 from lmcache_kernels.transfer.device import EventCompletion
 from lmcache_kernels.transfer.gpu_mover import GpuMover
@@ -29,10 +32,18 @@ class Rig:
     """A cache, a mover and host slots with poison around them."""
 
     def __init__(
-        self, name="kv_first_nhd", *, chunks=3, seed=0, blocks=40, path="staged", **options
+        self,
+        name="kv_first_nhd",
+        *,
+        chunks=3,
+        seed=0,
+        blocks=40,
+        layers=2,
+        path="staged",
+        **options,
     ):
         self.device = LazyDevice(seed)
-        self.cache = make_cache(BY_NAME[name], blocks=blocks, device="cpu")
+        self.cache = make_cache(BY_NAME[name], layers=layers, blocks=blocks, device="cpu")
         self.cache.fill_random(seed)
         group = group_of(self.cache.tensors, self.cache.axes)
         self.layout = ChunkLayout.of([group], CHUNK_TOKENS)
@@ -90,36 +101,33 @@ def test_what_is_stored_is_whole_and_loads_into_other_blocks(name, path):
     seed=st.integers(0, 1 << 30),
     slices=st.integers(1, 4),
     slice_bytes=st.sampled_from([64, 300, 1024, 5000, 1 << 20]),
-    batch=st.integers(1, 3),
     cuts=st.lists(st.integers(1, 3000), max_size=3, unique=True).map(sorted),
     both=st.booleans(),
     path=st.sampled_from(PATHS),
 )
 def test_any_order_that_events_allow_gives_the_same_bytes(
-    seed, slices, slice_bytes, batch, cuts, both, path
+    seed, slices, slice_bytes, cuts, both, path
 ):
     """Slices are few, cuts anywhere, and a load of other chunks may run at the same time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tally, "BATCH", batch)
-        rig = Rig(seed=seed, chunks=4, slices=slices, slice_bytes=slice_bytes, path=path)
-        cuts = tuple(cut for cut in cuts if cut < rig.layout.nbytes)
-        rig.store()
-        stored, ids = rig.host.clone(), rig.ids
-        rig.host.fill_(POISON)
-        first = rig.mover.gather(rig.moves(ids[:2], cuts), None)
-        if both:
-            other = Rig(seed=seed, chunks=4)
-            other.host.copy_(stored)
-            to = rig.free[: rig.per_chunk]
-            move = ChunkMove(other.moves()[3].address, (tuple(to),), cuts, reachable=True)
-            loading = rig.mover.scatter([move], None)
-        second = rig.mover.gather(rig.moves(cuts=cuts)[2:], None)
-        rig.device.settle()
-        assert torch.equal(rig.host, stored)
-        assert len(first.fingerprints()) == len(second.fingerprints()) == 2
-        if both:
-            assert torch.equal(oracle_chunk(rig.cache, to), other.payload(3))
-            assert loading.fingerprints() == [fingerprint(bytes(other.payload(3).numpy()))]
+    rig = Rig(seed=seed, chunks=4, slices=slices, slice_bytes=slice_bytes, path=path)
+    cuts = tuple(cut for cut in cuts if cut < rig.layout.nbytes)
+    rig.store()
+    stored, ids = rig.host.clone(), rig.ids
+    rig.host.fill_(POISON)
+    first = rig.mover.gather(rig.moves(ids[:2], cuts), None)
+    if both:
+        other = Rig(seed=seed, chunks=4)
+        other.host.copy_(stored)
+        to = rig.free[: rig.per_chunk]
+        move = ChunkMove(other.moves()[3].address, (tuple(to),), cuts, reachable=True)
+        loading = rig.mover.scatter([move], None)
+    second = rig.mover.gather(rig.moves(cuts=cuts)[2:], None)
+    rig.device.settle()
+    assert torch.equal(rig.host, stored)
+    assert len(first.fingerprints()) == len(second.fingerprints()) == 2
+    if both:
+        assert torch.equal(oracle_chunk(rig.cache, to), other.payload(3))
+        assert loading.fingerprints() == [fingerprint(bytes(other.payload(3).numpy()))]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -232,6 +240,78 @@ def test_fingerprints_stay_what_they_were_while_others_are_made():
     assert second.fingerprints() == sums[::-1]
     assert third.fingerprints() == sums[1:]
     assert first.fingerprints() == sums
+
+
+def test_a_run_of_more_chunks_than_there_is_room_for(monkeypatch):
+    monkeypatch.setattr(tally, "CHUNKS", 2)
+    rig = Rig(chunks=5)
+    few = rig.mover.gather(rig.moves()[:2], None)
+    sums = rig.store()
+    assert sums == [fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(5)]
+    assert few.fingerprints() == sums[:2]
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_layers_come_in_the_order_in_which_they_are_needed(name, order):
+    rig = Rig(name, chunks=2, layers=3, slice_bytes=700, slices=2)
+    sums = rig.store()
+    to = [rig.free[: rig.per_chunk], rig.free[rig.per_chunk : 2 * rig.per_chunk]]
+    moved = rig.mover.scatter(rig.moves(to), None, layers=[order])
+    places = [place for place, _ in moved.layers]
+    assert places[-1] == 2
+    assert places == sorted(set(places))
+    for place, there in moved.layers:
+        rig.device.settle_until(there.event)
+        for layer, needed in enumerate(order):
+            if needed <= place:
+                for new, old in zip(to, rig.ids, strict=False):
+                    assert layer_bytes(rig.cache, layer, new) == layer_bytes(rig.cache, layer, old)
+    rig.device.settle()
+    assert moved.fingerprints() == sums
+
+
+def layer_bytes(cache, layer, ids):
+    """What one layer holds in these blocks."""
+    _, kvs = row_count(cache)
+    axes = cache.axes.split()
+    shape = cache.tensors[0].shape
+    tokens = shape[axes.index("token")]
+    heads = shape[axes.index("head")] if "head" in axes else 1
+    return [
+        bytes(run_bytes(cache, layer, *where).numpy())
+        for where in itertools.product(range(kvs), ids, range(tokens), range(heads))
+    ]
+
+
+@pytest.mark.parametrize("layers", [[], [[0, 1], [2]], [[]], [[0, 1, 2, 3, 4]]])
+def test_layers_that_are_not_those_of_the_cache_are_refused(layers):
+    rig = Rig(layers=3)
+    with pytest.raises(LayoutError, match="layers"):
+        rig.mover.scatter(rig.moves(), None, layers=layers)
+    assert rig.store()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_only_so_much_is_queued_at_a_time(monkeypatch, path):
+    """A stream that is full would make CUDA wait with Python's lock held."""
+    monkeypatch.setattr("lmcache_kernels.transfer.path.MARK_EVERY", 2)
+    rig = Rig(chunks=20, blocks=400, path=path)
+    moved = rig.mover.gather(rig.moves(), None)
+    assert not moved.done.done()
+    assert rig.device.most_waiting <= (path_module.MARKS + 1) * 2 + 1
+    rig.device.settle()
+    assert moved.fingerprints() == [
+        fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(20)
+    ]
+
+
+def test_a_device_that_has_stopped_is_an_error(monkeypatch):
+    monkeypatch.setattr("lmcache_kernels.transfer.path.MARK_EVERY", 2)
+    rig = Rig(chunks=20, blocks=400)
+    rig.device.stopped = True
+    with pytest.raises(TransferFailed, match="has not moved"):
+        rig.mover.gather(rig.moves(), None)
 
 
 def test_slices_go_with_the_mover():

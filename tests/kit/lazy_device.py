@@ -32,6 +32,8 @@ class LazyDevice:
     def __init__(self, seed=0):
         self.streams = []
         self.copies = 0
+        self.stopped = False
+        self.waiting = self.most_waiting = 0  # launches that are queued
         self.fail_at = None  # the number of a copy that is refused
         self._random = random.Random(seed)
 
@@ -62,7 +64,7 @@ class LazyDevice:
         number = event.recorded
         stream.work.append((lambda: event.passed >= number, lambda: None))
 
-    def copy(self, stream, to, origin, nbytes):
+    def copy(self, stream, to, origin, nbytes, *, pinned):
         self.copies += 1
         if self.copies == self.fail_at:
             raise RuntimeError("no such luck")
@@ -72,10 +74,17 @@ class LazyDevice:
         order = list(zip(to.tolist(), origin.tolist(), sizes.tolist(), strict=True))
         self._random.shuffle(order)
         for one in order:
-            self.copy(stream, *one)
+            self.copy(stream, *one, pinned=True)
 
     def run(self, stream, launch, *arguments):
-        stream.work.append((None, lambda: launch(*arguments)))
+        self.waiting += 1
+        self.most_waiting = max(self.most_waiting, self.waiting)
+
+        def work():
+            self.waiting -= 1
+            launch(*arguments)
+
+        stream.work.append((None, work))
 
     def pinned(self, count):
         return torch.full((count,), 0x5A5A, dtype=torch.int64)
@@ -89,6 +98,19 @@ class LazyDevice:
                 return
             assert ready, "streams wait for each other"
             self._random.choice(ready).work.popleft()[1]()
+
+    def settle_until(self, event):
+        """Do what comes before an event, and whatever else happens to be done by then."""
+        while not event.query():
+            ready = [s for s in self.streams if s.work and (not s.work[0][0] or s.work[0][0]())]
+            assert ready, "streams wait for each other"
+            self._random.choice(ready).work.popleft()[1]()
+
+    def finish(self, event, timeout):
+        if self.stopped:
+            return False
+        self.settle_until(event)
+        return True
 
     def synchronize(self, stream):
         self.settle()
