@@ -1,0 +1,145 @@
+"""Hybrid models through the mover: several groups, windows, recurrent states, interleaved layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lazy_device import LazyDevice
+
+from lmcache_kernels.chunk_layout import ChunkLayout
+from lmcache_kernels.fingerprint import fingerprint
+from lmcache_kernels.ids import ABSENT
+from lmcache_kernels.transfer.gpu_mover import GpuMover
+from lmcache_kernels.transfer.moves import ChunkMove
+from lmcache_kernels.transfer.planner import PATHS
+from lmcache_kernels.views import group_of, opaque_group_of
+
+CHUNK_TOKENS = 32
+BLOCKS = 24
+
+
+def attention(layers, *, heads, dim, tokens=4):
+    return [torch.randn(2, BLOCKS, tokens, heads, dim, dtype=torch.float16) for _ in range(layers)]
+
+
+def states(layers):
+    return [
+        [torch.randn(BLOCKS, 3, 24, dtype=torch.float16), torch.randn(BLOCKS, 2, 4, 8)]
+        for _ in range(layers)
+    ]
+
+
+def gemma():
+    """One layer with full attention after two with a window, of other heads."""
+    window, full = attention(4, heads=1, dim=8), attention(2, heads=2, dim=16)
+    groups = [group_of(one, "kv block token head dim") for one in (window, full)]
+    return [window, full], groups, [[0, 1, 3, 4], [2, 5]]
+
+
+def qwen3_next():
+    """One layer with attention after three with states; a block of either has as many tokens."""
+    state, full = states(3), attention(1, heads=1, dim=16, tokens=16)
+    groups = [
+        opaque_group_of(state, 16, "gdn conv=3x24 temporal=2x4x8"),
+        group_of(full, "kv block token head dim"),
+    ]
+    return [state, full], groups, [[0, 1, 2], [3]]
+
+
+class Rig:
+    def __init__(self, model, path="staged", seed=0):
+        self.caches, self.groups, self.layers = model()
+        self.layout = ChunkLayout.of(self.groups, CHUNK_TOKENS)
+        self.device = LazyDevice(seed)
+        self.mover = GpuMover(
+            self.groups, self.layout, device=self.device, path=path, slice_bytes=1500
+        )
+        order = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(seed)).tolist()
+        counts = self.layout.blocks_per_chunk
+        self.here = tuple(tuple(order[:count]) for count in counts)
+        self.there = tuple(tuple(order[count : 2 * count]) for count in counts)
+        self.host = torch.full((self.layout.nbytes + 512,), 0xA5, dtype=torch.uint8)
+        self.at = self.host.data_ptr() + -self.host.data_ptr() % 512
+
+    def move(self, blocks):
+        return ChunkMove(self.at, blocks, reachable=True)
+
+    def store(self):
+        moved = self.mover.gather([self.move(self.here)], None)
+        self.device.settle()
+        return moved.fingerprints()
+
+    def block(self, group, layer, block):
+        """Bytes of a block of a layer."""
+        cache = self.caches[group][layer]
+        parts = cache if isinstance(cache, list) else [cache.movedim(0, 1)]
+        return b"".join(part[block].contiguous().numpy().tobytes() for part in parts)
+
+    def same(self, group, layer, left_out=()):
+        return all(
+            self.block(group, layer, new) == self.block(group, layer, old)
+            for index, (new, old) in enumerate(
+                zip(self.there[group], self.here[group], strict=True)
+            )
+            if index not in left_out
+        )
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("model", [gemma, qwen3_next])
+def test_all_groups_go_out_and_come_back(model, path):
+    rig = Rig(model, path)
+    sums = rig.store()
+    start = rig.at - rig.host.data_ptr()
+    assert sums == [fingerprint(clean(rig, start))]
+    moved = rig.mover.scatter([rig.move(rig.there)], None)
+    rig.device.settle()
+    assert moved.fingerprints() == sums
+    for group, caches in enumerate(rig.caches):
+        assert all(rig.same(group, layer) for layer in range(len(caches)))
+
+
+def clean(rig, start):
+    """The payload, padding between planes as the fingerprint counts it: zero."""
+    data, kept = rig.host[start : start + rig.layout.nbytes], torch.zeros(rig.layout.nbytes).byte()
+    for planes in rig.layout.groups:
+        for plane in planes:
+            size = plane.num_blocks * plane.block_bytes
+            for base in plane.bases:
+                kept[base : base + size] = data[base : base + size]
+    return kept.numpy().tobytes()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("model", [gemma, qwen3_next])
+def test_blocks_outside_a_window_are_left_out(model, path):
+    """A null block of an engine is no destination; what it holds stays."""
+    rig = Rig(model, path)
+    sums = rig.store()
+    first, *others = rig.there[0]
+    before = [rig.block(0, layer, first) for layer in range(len(rig.caches[0]))]
+    there = ((ABSENT, *others), *rig.there[1:])
+    moved = rig.mover.scatter([rig.move(there)], None)
+    rig.device.settle()
+    assert moved.fingerprints() == sums
+    for layer, was in enumerate(before):
+        assert rig.block(0, layer, first) == was
+        assert rig.same(0, layer, left_out={0})
+    assert all(rig.same(1, layer) for layer in range(len(rig.caches[1])))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("model", [gemma, qwen3_next])
+def test_interleaved_layers_come_in_the_engine_s_order(model, seed):
+    rig = Rig(model, seed=seed)
+    sums = rig.store()
+    moved = rig.mover.scatter([rig.move(rig.there)], None, layers=rig.layers)
+    last = max(map(max, rig.layers))
+    assert [place for place, _ in moved.layers][-1] == last
+    assert len(moved.layers) > 1
+    for place, there in moved.layers:
+        rig.device.settle_until(there.event)
+        for group, order in enumerate(rig.layers):
+            assert all(rig.same(group, layer) for layer, at in enumerate(order) if at <= place)
+    rig.device.settle()
+    assert moved.fingerprints() == sums
