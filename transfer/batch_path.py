@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lmcache_kernels.plane import Plane
 
     from .device import Device
-    from .moves import ChunkMove
+    from .moves import ChunkMove, Steps
 
 
 class BatchPath(Path):
@@ -47,9 +47,12 @@ class BatchPath(Path):
         super()._wait_for(event)
         self._device.wait(self._link, event)
 
-    def _queue_chunk(
-        self, launch: Queue, index: int, move: ChunkMove, first: bool, last: bool
-    ) -> None:
+    def _queue_chunks(self, launch: Queue, moves: Sequence[ChunkMove]) -> Steps:
+        for index, move in enumerate(moves):
+            self._queue_chunk(launch, index, move)
+        return ()
+
+    def _queue_chunk(self, launch: Queue, index: int, move: ChunkMove) -> None:
         self._pace()
         whole: ChunkPart = self._whole
         cache, host, sizes = self._addresses(move)

@@ -12,7 +12,7 @@ import torch
 from lmcache_kernels.cuda_runtime import patient, quick
 from lmcache_kernels.errors import TransferFailed
 
-from .cuda_host import copy_batch, host_runtime
+from .cuda_host import copy_batch, has_batched_copies, host_runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,13 @@ _spare_lock = threading.Lock()
 
 
 class Device(Protocol):
-    """Queues work in streams. Streams and events are whatever this device makes them."""
+    """Queues work in streams. Streams and events are whatever this device makes them.
+
+    Attributes:
+        batches: whether :meth:`copy_batch` works.
+    """
+
+    batches: bool
 
     def current(self) -> AbstractContextManager[Any]:
         """Makes the device the calling thread's; the other calls need that."""
@@ -110,6 +116,7 @@ class CudaDevice:
 
     def __init__(self, name: str) -> None:
         self._device = torch.device(name)
+        self.batches = has_batched_copies()
 
     def current(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self._device)

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from .path import Path
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lmcache_kernels.chunk_copy import ChunkPart, Queue
 
-    from .moves import ChunkMove
+    from .moves import ChunkMove, Steps
 
 PROGRAMS = 32
 """On the grid: enough for the link (H200, PCIe 5 x16, 30 November 2026: 16 reach 51-52 of 55 GB/s)."""
@@ -26,9 +28,12 @@ class DirectPath(Path):
     def _make_ready(self) -> None:
         (self._whole,) = self._copy.cut([1 << 62])
 
-    def _queue_chunk(
-        self, launch: Queue, index: int, move: ChunkMove, first: bool, last: bool
-    ) -> None:
+    def _queue_chunks(self, launch: Queue, moves: Sequence[ChunkMove]) -> Steps:
+        for index, move in enumerate(moves):
+            self._queue_chunk(launch, index, move)
+        return ()
+
+    def _queue_chunk(self, launch: Queue, index: int, move: ChunkMove) -> None:
         self._pace()
         whole: ChunkPart = self._whole
         self._device.run(

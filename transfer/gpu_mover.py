@@ -12,11 +12,9 @@ from lmcache_kernels.errors import ConfigError
 from lmcache_kernels.ids import ABSENT
 
 from .batch_path import BatchPath
-from .cuda_host import has_batched_copies
 from .device import CudaDevice, EventCompletion
 from .direct_path import PROGRAMS, DirectPath
 from .planner import PATHS, Choice, Job, Planner
-from .slice_plan import SLICE_BYTES, SLICES
 from .staged_path import StagedPath
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ class GpuMover:
         planner: None: one that knows nothing of this machine.
         max_programs: bound on the grid of a staged kernel; None lets it fill the device, which is
             over soonest and so disturbs others least.
-        slice_bytes, slices: of the staged path.
+        slice_bytes, slices: of the staged path, both directions; None: as slice_plan has them.
         device: where the work is queued; None: the cache's.
 
     Raises:
@@ -62,8 +60,8 @@ class GpuMover:
         path: str | None = None,
         planner: Planner | None = None,
         max_programs: int | None = None,
-        slice_bytes: int = SLICE_BYTES,
-        slices: int = SLICES,
+        slice_bytes: int | None = None,
+        slices: int | None = None,
         device: Device | None = None,
     ) -> None:
         if path is not None and path not in PATHS:
@@ -99,7 +97,7 @@ class GpuMover:
         possible = ["staged"]
         if all(move.reachable for move in moves):
             possible.append("direct")
-            if self._has_batches and (storing or not any(map(_leaves_out, moves))):
+            if self._device.batches and (storing or not any(map(_leaves_out, moves))):
                 possible.append("batch")
         if self._path is not None:
             path = self._path if self._path in possible else "staged"
@@ -141,10 +139,6 @@ class GpuMover:
         return BatchPath(
             device, lambda: ChunkCopy(groups, layout, "dst", writes=False), where, storing=storing
         )
-
-    @property
-    def _has_batches(self) -> bool:
-        return not isinstance(self._device, CudaDevice) or has_batched_copies()
 
 
 def _leaves_out(move: ChunkMove) -> bool:

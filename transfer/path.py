@@ -82,11 +82,6 @@ class Path(ABC):
                 layers=steps,
             )
 
-    def _queue_chunks(self, launch: Queue, moves: Sequence[ChunkMove]) -> Steps:
-        for index, move in enumerate(moves):
-            self._queue_chunk(launch, index, move, index == 0, index == len(moves) - 1)
-        return ()
-
     def open(self) -> None:
         """Make everything ready, if it is not: compiles kernels."""
         if self._is_open:
@@ -147,14 +142,11 @@ class Path(ABC):
         """Give that back."""
 
     @abstractmethod
-    def _queue_chunk(
-        self, launch: Queue, index: int, move: ChunkMove, first: bool, last: bool
-    ) -> None:
-        """Queue one chunk.
+    def _queue_chunks(self, launch: Queue, moves: Sequence[ChunkMove]) -> Steps:
+        """Queue all chunks of a run.
 
         Args:
-            launch: see :meth:`ChunkCopy.queued`.
-            index: of the chunk in its run, which ``first`` and ``last`` stand at the ends of.
+            launch: see :meth:`ChunkCopy.queued`; a chunk is named by its place in ``moves``.
         """
 
     @abstractmethod

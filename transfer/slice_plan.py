@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-SLICE_BYTES = 16 << 20
-"""Most bytes of a slice. Between two copies the copy engine rests some 2 us, so slices of 2, 4, 8
-and 16 MiB carry 0.95, 0.97, 0.98 and 0.99 of the link (H200, PCIe 5 x16, driver 580.159, 30 November
-2026)."""
+from typing import TYPE_CHECKING, TypeVar
 
-SLICES = 3
-"""Slices a direction: one on the link, one at the kernel, one between them."""
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+T = TypeVar("T")
+
+STORE_SLICES, STORE_BYTES = 3, 16 << 20
+"""How many slices a store has, and the most bytes of one: one on the link, one at the kernel, one between
+them. The copy engine rests some 2 us between two calls, so slices of 2, 4, 8 and 16 MiB carry 0.95,
+0.97, 0.98 and 0.99 of the link (H200, PCIe 5 x16, driver 580.159, 30 November 2026)."""
+
+LOAD_SLICES, LOAD_BYTES = 2, 32 << 20
+"""Of a load, whose slices gain nothing from the L2 cache. Measured likewise."""
 
 FIRST_BYTES = 1 << 20
 """Of the slice at the end of the pipeline where one engine waits for the other: the first of a store
 must be gathered before the link has anything to do, the last of a load is scattered after it."""
 
 
-def slice_sizes(nbytes: int, most: int, *, small_first: bool, small_last: bool) -> list[int]:
-    """Sizes of the slices of a chunk of ``nbytes``: even, but small at an end of the pipeline.
+def part_sizes(nbytes: int, most: int, *, small_first: bool, small_last: bool) -> list[int]:
+    """Sizes of the parts of a chunk: even, but small at an end of the pipeline.
 
     Args:
+        nbytes: of the chunk.
         most: bytes of a slice.
         small_first, small_last: this end of the chunk is an end of the pipeline.
     """
@@ -29,6 +37,20 @@ def slice_sizes(nbytes: int, most: int, *, small_first: bool, small_last: bool) 
     count = -(-rest // most)
     middle = [-(-rest // count)] * count if count else []
     return first + middle + last
+
+
+def fill(parts: Sequence[T], size: Callable[[T], int], most: int, first: int) -> list[list[T]]:
+    """The parts in slices of at most ``most`` bytes, the first of which is full with ``first``."""
+    slices: list[list[T]] = []
+    used, room = 0, 0
+    for part in parts:
+        if used + size(part) > room or not slices:
+            room = most if slices else min(first, most)
+            slices.append([])
+            used = 0
+        slices[-1].append(part)
+        used += size(part)
+    return slices
 
 
 def layer_sizes(most: int) -> list[int]:

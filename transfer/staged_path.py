@@ -2,32 +2,41 @@
 
 Stores: gather kernel into a slice, then one large copy-engine copy of it to host memory; loads run
 the mirror. So the link stays full and only short kernels touch the multiprocessors. Order is kept by
-events alone. Device memory: ``SLICES`` slices a direction that is used, each of at most
-``SLICE_BYTES`` and of a chunk.
+events alone. A slice holds parts of one chunk or of several, which then share one call of the copy
+engine. Device memory: what slice_plan says, for each direction that is used.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from .device import EventCompletion
 from .path import Path
-from .slice_plan import SLICE_BYTES, SLICES, layer_sizes, slice_sizes
+from .slice_plan import (
+    FIRST_BYTES,
+    LOAD_BYTES,
+    LOAD_SLICES,
+    STORE_BYTES,
+    STORE_SLICES,
+    fill,
+    layer_sizes,
+    part_sizes,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from lmcache_kernels.chunk_copy import ChunkCopy, ChunkPart, Layers, Queue
     from lmcache_kernels.chunk_layout import ChunkLayout
 
     from .device import Device
-    from .moves import ChunkMove, Completion, Moved
+    from .moves import ChunkMove, Completion, Moved, Steps
 
-_ALIGN = 512  # of slices: as the slots of host memory
 _ENDS = ((False, False), (True, False), (False, True), (True, True))
 
 
@@ -37,7 +46,7 @@ class StagedPath(Path):
     Args:
         layout: of the chunks.
         storing: the direction.
-        slices, slice_bytes: how many there are, and how large at most.
+        slices, slice_bytes: how many there are, and how large at most; None: as slice_plan has it.
     """
 
     def __init__(
@@ -48,20 +57,22 @@ class StagedPath(Path):
         *,
         layout: ChunkLayout,
         storing: bool,
-        slices: int = SLICES,
-        slice_bytes: int = SLICE_BYTES,
+        slices: int | None = None,
+        slice_bytes: int | None = None,
     ) -> None:
         super().__init__(device, prepare, where)
         self._nbytes = layout.nbytes
         self._storing = storing
-        self._count = slices
-        self._slice_bytes = slice_bytes
+        count, most = (STORE_SLICES, STORE_BYTES) if storing else (LOAD_SLICES, LOAD_BYTES)
+        self._count = slices or count
+        self._slice_bytes = _aligned(slice_bytes or most)
         self._slices: deque[_Slice] = deque()
         self._cuts: dict[tuple[bool, bool], list[ChunkPart]] = {}
 
     def _make_ready(self) -> None:
         largest = max(part.nbytes for ends in _ENDS for part in self._parts(*ends))
-        shape = (self._count, -(-largest // _ALIGN) * _ALIGN)
+        # Small chunks share a slice, so it is not made smaller for them.
+        shape = (self._count, max(_aligned(largest), self._slice_bytes))
         with self._device.on(self._kernels):
             self._memory = torch.empty(shape, dtype=torch.uint8, device=self._where)
         self._slices.extend(_Slice(piece, self._device) for piece in self._memory)
@@ -70,11 +81,17 @@ class StagedPath(Path):
         self._slices.clear()
         del self._memory
 
-    def _queue_chunk(
-        self, launch: Queue, index: int, move: ChunkMove, first: bool, last: bool
-    ) -> None:
-        for part in self._parts(first, last):
-            self._queue_part(launch, index, part, move)
+    def _queue_chunks(self, launch: Queue, moves: Sequence[ChunkMove]) -> Steps:
+        last = len(moves) - 1
+        self._queue_pieces(
+            launch,
+            [
+                _Piece(index, move, part)
+                for index, move in enumerate(moves)
+                for part in self._parts(index == 0, index == last)
+            ],
+        )
+        return ()
 
     def run_by_layer(
         self, moves: Sequence[ChunkMove], after: Completion | None, layers: Layers
@@ -86,42 +103,69 @@ class StagedPath(Path):
         """
         return self._run(moves, after, lambda launch, _: self._queue_layers(launch, moves, layers))
 
-    def _queue_layers(
-        self, launch: Queue, moves: Sequence[ChunkMove], layers: Layers
-    ) -> list[tuple[int, Completion]]:
+    def _queue_layers(self, launch: Queue, moves: Sequence[ChunkMove], layers: Layers) -> Steps:
         parts = self._copy.cut(layer_sizes(self._slice_bytes), layers)
         steps: list[tuple[int, Completion]] = []
         for part, behind in itertools.zip_longest(parts, parts[1:]):
-            for index, move in enumerate(moves):
-                self._queue_part(launch, index, part, move)
+            pieces = [_Piece(index, move, part) for index, move in enumerate(moves)]
+            self._queue_pieces(launch, pieces)
             through = max(map(max, layers)) if behind is None else behind.first_layer - 1
             if through >= part.first_layer:
                 steps.append((through, EventCompletion(self._point(self._kernels))))
         return steps
 
-    def _queue_part(self, launch: Queue, index: int, part: ChunkPart, move: ChunkMove) -> None:
+    def _queue_pieces(self, launch: Queue, pieces: list[_Piece]) -> None:
+        """Queue them in slices, in order; those of one slice share a call of the copy engine."""
+        way = 1 if self._storing else -1
+        slices = fill(pieces[::way], _Piece.size, self._slice_bytes, FIRST_BYTES)[::way]
+        for some in slices:
+            self._queue_slice(launch, some[::way])
+
+    def _queue_slice(self, launch: Queue, pieces: list[_Piece]) -> None:
         device, kernels, link = self._device, self._kernels, self._link
-        self._pace()
-        piece = self._slices[0]
+        slice_ = self._slices[0]
         self._slices.rotate(-1)
-        pinned = move.reachable
-        address, sums = piece.address - part.offset, self._tally.parts[index]
+        address = slice_.address
+        starts = []
+        for piece in pieces:
+            starts.append(address - piece.part.offset)
+            address += piece.size()
         if self._storing:
-            device.wait(kernels, piece.emptied)
-            device.run(kernels, launch, index, part, address, sums)
-            device.record(piece.filled, kernels)
-            device.wait(link, piece.filled)
-            for start, end in _pieces(part, move.cuts):
-                device.copy(link, move.address + start, address + start, end - start, pinned=pinned)
-            device.record(piece.emptied, link)
+            device.wait(kernels, slice_.emptied)
+            self._launch(launch, pieces, starts)
+            device.record(slice_.filled, kernels)
+            device.wait(link, slice_.filled)
+            self._copy_pieces(pieces, starts)
+            device.record(slice_.emptied, link)
         else:
-            device.wait(link, piece.emptied)
-            for start, end in _pieces(part, move.cuts):
-                device.copy(link, address + start, move.address + start, end - start, pinned=pinned)
-            device.record(piece.filled, link)
-            device.wait(kernels, piece.filled)
-            device.run(kernels, launch, index, part, address, sums)
-            device.record(piece.emptied, kernels)
+            device.wait(link, slice_.emptied)
+            self._copy_pieces(pieces, starts)
+            device.record(slice_.filled, link)
+            device.wait(kernels, slice_.filled)
+            self._launch(launch, pieces, starts)
+            device.record(slice_.emptied, kernels)
+
+    def _launch(self, launch: Queue, pieces: list[_Piece], starts: list[int]) -> None:
+        for piece, start in zip(pieces, starts, strict=True):
+            self._pace()
+            sums = self._tally.parts[piece.chunk]
+            self._device.run(self._kernels, launch, piece.chunk, piece.part, start, sums)
+
+    def _copy_pieces(self, pieces: list[_Piece], starts: list[int]) -> None:
+        copies = [
+            (start + first, piece.move.address + first, end - first)
+            for piece, start in zip(pieces, starts, strict=True)
+            for first, end in piece.ranges()
+        ]
+        pinned = all(piece.move.reachable for piece in pieces)
+        here, host, sizes = zip(*copies, strict=True)
+        to, origin = (host, here) if self._storing else (here, host)
+        if len(copies) > 1 and pinned and self._device.batches:
+            columns = (np.array(column, dtype=np.uint64) for column in (to, origin, sizes))
+            self._device.copy_batch(self._link, *columns)
+            return
+        for one in zip(to, origin, sizes, strict=True):
+            self._device.copy(self._link, *one, pinned=pinned)
 
     def _ends(self) -> tuple[Any, Any]:
         cache_free = self._point(self._kernels)
@@ -134,7 +178,7 @@ class StagedPath(Path):
         """How a chunk is cut that is, or is not, the first and the last of a run."""
         ends = first and self._storing, last and not self._storing
         if ends not in self._cuts:
-            sizes = slice_sizes(
+            sizes = part_sizes(
                 self._nbytes, self._slice_bytes, small_first=ends[0], small_last=ends[1]
             )
             self._cuts[ends] = self._copy.cut(sizes)
@@ -150,8 +194,25 @@ class _Slice:
         self.emptied = device.event()
 
 
-def _pieces(part: ChunkPart, cuts: Sequence[int]) -> list[tuple[int, int]]:
-    """The part's range of the payload, cut where no single copy may go on."""
-    end = part.offset + part.nbytes
-    edges = [part.offset, *(cut for cut in cuts if part.offset < cut < end), end]
-    return list(itertools.pairwise(edges))
+class _Piece(NamedTuple):
+    """A part of one chunk of a run."""
+
+    chunk: int
+    move: ChunkMove
+    part: ChunkPart
+
+    def size(self) -> int:
+        """What it takes of a slice."""
+        return _aligned(self.part.nbytes)
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Its range of the payload, cut where no single copy may go on."""
+        part = self.part
+        end = part.offset + part.nbytes
+        cuts = (cut for cut in self.move.cuts if part.offset < cut < end)
+        return itertools.pairwise((part.offset, *cuts, end))
+
+
+def _aligned(nbytes: int) -> int:
+    """As the slots of host memory are: enough for any access width."""
+    return -(-nbytes // 512) * 512

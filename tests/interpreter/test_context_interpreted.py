@@ -3,6 +3,7 @@ that events allow."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 from contextlib import ExitStack
@@ -17,6 +18,10 @@ from lmcache_kernels.transfer.embedded import EmbeddedCache
 from lmcache_kernels.transfer.gpu_mover import GpuMover
 from lmcache_kernels.transfer.keys import shard_id
 from lmcache_kernels.views import group_of
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
+)
 
 CHUNK_TOKENS = 8
 WAIT = 30.0

@@ -322,8 +322,14 @@ def test_slices_go_with_the_mover():
     assert rig.store()  # and come back when they are needed again
 
 
-def test_slices_are_not_larger_than_a_chunk():
-    rig = Rig(slices=5)
+def test_slices_take_what_was_said():
+    rig = Rig(slices=5, slice_bytes=1 << 16)
     rig.store()
-    memory = rig.mover._paths["staged", True]._memory
-    assert memory.shape == (5, -(-rig.layout.nbytes // 512) * 512)
+    assert rig.mover._paths["staged", True]._memory.shape == (5, 1 << 16)
+
+
+def test_small_chunks_share_slices_and_calls_of_the_copy_engine():
+    rig = Rig(chunks=4, slice_bytes=1 << 20)
+    sums = rig.store()
+    assert rig.device.batch_calls == 1
+    assert sums == [fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(4)]

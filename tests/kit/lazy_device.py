@@ -31,7 +31,8 @@ class LazyDevice:
 
     def __init__(self, seed=0):
         self.streams = []
-        self.copies = 0
+        self.batches = True
+        self.copies = self.batch_calls = 0
         self.stopped = False
         self.waiting = self.most_waiting = 0  # launches that are queued
         self.fail_at = None  # the number of a copy that is refused
@@ -71,6 +72,7 @@ class LazyDevice:
         stream.work.append((None, lambda: ctypes.memmove(to, origin, nbytes)))
 
     def copy_batch(self, stream, to, origin, sizes):
+        self.batch_calls += 1
         order = list(zip(to.tolist(), origin.tolist(), sizes.tolist(), strict=True))
         self._random.shuffle(order)
         for one in order:

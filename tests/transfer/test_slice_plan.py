@@ -12,7 +12,7 @@ from lmcache_kernels.chunk_copy import cut, pair_planes
 from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.copy_config import choose_config
 from lmcache_kernels.copy_plan import CopyPlan
-from lmcache_kernels.transfer.slice_plan import FIRST_BYTES, slice_sizes
+from lmcache_kernels.transfer.slice_plan import FIRST_BYTES, fill, layer_sizes, part_sizes
 from lmcache_kernels.views import group_of
 
 MB = 1 << 20
@@ -25,7 +25,7 @@ MB = 1 << 20
     small_last=st.booleans(),
 )
 def test_sizes_are_those_of_the_chunk_and_within_the_bound(nbytes, most, small_first, small_last):
-    sizes = slice_sizes(nbytes, most, small_first=small_first, small_last=small_last)
+    sizes = part_sizes(nbytes, most, small_first=small_first, small_last=small_last)
     assert all(0 < size <= most for size in sizes)
     assert nbytes <= sum(sizes) < nbytes + len(sizes)
     if nbytes >= FIRST_BYTES and most >= FIRST_BYTES:
@@ -34,11 +34,11 @@ def test_sizes_are_those_of_the_chunk_and_within_the_bound(nbytes, most, small_f
 
 
 def test_a_pipeline_starts_and_ends_small_and_is_even_between():
-    assert slice_sizes(32 * MB, 16 * MB, small_first=False, small_last=False) == [16 * MB] * 2
-    assert slice_sizes(18 * MB, 16 * MB, small_first=False, small_last=False) == [9 * MB] * 2
-    assert slice_sizes(8 * MB, 16 * MB, small_first=True, small_last=False) == [MB, 7 * MB]
-    assert slice_sizes(8 * MB, 16 * MB, small_first=False, small_last=True) == [7 * MB, MB]
-    assert slice_sizes(MB // 2, 16 * MB, small_first=True, small_last=True) == [MB // 2]
+    assert part_sizes(32 * MB, 16 * MB, small_first=False, small_last=False) == [16 * MB] * 2
+    assert part_sizes(18 * MB, 16 * MB, small_first=False, small_last=False) == [9 * MB] * 2
+    assert part_sizes(8 * MB, 16 * MB, small_first=True, small_last=False) == [MB, 7 * MB]
+    assert part_sizes(8 * MB, 16 * MB, small_first=False, small_last=True) == [7 * MB, MB]
+    assert part_sizes(MB // 2, 16 * MB, small_first=True, small_last=True) == [MB // 2]
 
 
 @given(
@@ -85,3 +85,23 @@ def test_parts_are_the_payload_and_the_tiles_one_behind_the_other(
     assert all(
         part.nbytes <= max(bound, one_tile) for part, bound in zip(parts, bounds, strict=False)
     )
+
+
+@given(
+    sizes=st.lists(st.integers(1, 100), max_size=30),
+    most=st.integers(100, 300),
+    first=st.integers(1, 300),
+)
+def test_slices_are_filled_in_order_and_never_too_full(sizes, most, first):
+    slices = fill(sizes, int, most, first)
+    assert [size for one in slices for size in one] == sizes
+    assert all(one and sum(one) <= most for one in slices)
+    if slices:
+        assert len(slices[0]) == 1 or sum(slices[0]) <= first
+        for one, after in itertools.pairwise(slices[1:]):
+            assert sum(one) + after[0] > most
+
+
+def test_layers_begin_small():
+    assert layer_sizes(16 * MB) == [MB, 2 * MB, 4 * MB, 8 * MB, 16 * MB]
+    assert layer_sizes(MB // 2) == [MB // 2]
