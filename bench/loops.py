@@ -19,8 +19,8 @@ LLAMA_8B_SHAPES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 """Inputs and outputs of a layer's products: q, k and v; attention's output; gate and up; down."""
 
 LAYERS, BATCH, HEAD_DIM = 32, 32, 128
-CONTEXT_TOKENS = 512
-"""That each request of the batch attends to: 4 GiB of K and V."""
+CONTEXT_TOKENS = 128
+"""That each request of the batch attends to: 0.5 GiB of K and V."""
 
 GEMM_SIZE = 8192
 LEAD_CYCLES = 10 * IDLE_CYCLES

@@ -19,6 +19,9 @@ from lmcache_kernels.views import group_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from lmcache_kernels.transfer.moves import Completion, Moved, Mover
 
     from .workload import Workload
@@ -62,10 +65,23 @@ class GatedDevice(CudaDevice):
     def copy(
         self, stream: torch.cuda.Stream, to: int, origin: int, nbytes: int, *, pinned: bool
     ) -> None:
+        self._pass(stream)
+        super().copy(stream, to, origin, nbytes, pinned=pinned)
+
+    def copy_batch(
+        self,
+        stream: torch.cuda.Stream,
+        to: NDArray[np.uint64],
+        origin: NDArray[np.uint64],
+        sizes: NDArray[np.uint64],
+    ) -> None:
+        self._pass(stream)
+        super().copy_batch(stream, to, origin, sizes)
+
+    def _pass(self, stream: torch.cuda.Stream) -> None:
         if self.gate is not None:
             gate, self.gate = self.gate, None
             stream.wait_event(gate)
-        super().copy(stream, to, origin, nbytes, pinned=pinned)
 
 
 class GatedMover(GpuMover):

@@ -29,6 +29,8 @@ class ChunkMove:
         blocks: per group, the cache's blocks of the chunk, in order; ``ABSENT`` in a scatter for
             those that are left out.
         cuts: offsets inside the payload that no single copy may span.
+        region: number of the registration in which the payload begins; every cut begins another. One
+            copy may span neighbouring payloads of one registration.
         reachable: kernels find the payload at this address too, as it is pinned.
     """
 
@@ -36,6 +38,7 @@ class ChunkMove:
     blocks: tuple[tuple[int, ...], ...]
     cuts: tuple[int, ...] = ()
     reachable: bool = False
+    region: int = 0
 
 
 class Completion(Protocol):

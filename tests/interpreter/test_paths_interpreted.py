@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -225,6 +226,36 @@ def test_a_store_is_done_when_its_fingerprints_are_there_too():
     kernels.work.extend(fold_and_after[::-1])
     rig.device.settle()
     assert moved.done.done()
+
+
+@pytest.mark.parametrize(
+    ("regions", "cuts", "copies"),
+    [
+        ((0, 0, 0, 0), {}, 1),
+        ((0, 0, 1, 1), {}, 2),
+        ((0, 1, 1, 1), {0: (700,)}, 2),
+        ((0, 0, 1, 1), {1: (700,)}, 2),
+        ((0, 0, 2, 2), {1: (700,)}, 3),
+        ((0, 1, 2, 3), {}, 4),
+    ],
+)
+def test_a_load_reads_neighbouring_slots_at_once(regions, cuts, copies):
+    """But no copy goes on from one registration of host memory into the next."""
+    rig = Rig(chunks=4, blocks=60, slice_bytes=1 << 20)
+    sums = rig.store()
+    to = [rig.free[n * rig.per_chunk : (n + 1) * rig.per_chunk] for n in range(2)]
+    blocks = [*to, *rig.ids[2:]]
+    moves = [
+        replace(move, region=region, cuts=cuts.get(number, ()))
+        for number, (move, region) in enumerate(zip(rig.moves(blocks), regions, strict=True))
+    ]
+    before = rig.device.copies
+    moved = rig.mover.scatter(moves, None)
+    assert rig.device.copies - before == copies
+    rig.device.settle()
+    assert moved.fingerprints() == sums
+    for chunk, ids in enumerate(to):
+        assert torch.equal(oracle_chunk(rig.cache, ids), rig.payload(chunk))
 
 
 def test_fingerprints_stay_what_they_were_while_others_are_made():
