@@ -155,7 +155,8 @@ class StagedPath(Path):
 
     def _gap(self, before: _Piece, piece: _Piece) -> int | None:
         """Bytes between two payloads that one load may read; None if it may not."""
-        if self._storing or before.last_region() != piece.region():
+        one_copy = before.last_region() == piece.region()
+        if self._storing or not (one_copy and before.move.reachable and piece.move.reachable):
             return None
         gap = piece.begin() - (before.begin() + before.part.nbytes)
         return (
