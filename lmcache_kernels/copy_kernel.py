@@ -22,9 +22,9 @@ _MULTIPLIER = tl.constexpr(KEY_MULTIPLIER)
 _SHIFT = tl.constexpr(KEY_SHIFT)
 
 
-# The chunk side of a staged copy is soon read or rewritten and shall stay in the L2 cache; the
-# other side is passing through. By what FINGERPRINT says about the sides.
-_LOAD_HINTS = tl.constexpr(("", "evict_first", "evict_last"))
+# What a staged copy writes to a slice shall stay in the L2 cache until the copy engine has read it; all
+# else passes through. By what FINGERPRINT says about the sides.
+_LOAD_HINTS = tl.constexpr(("", "evict_first", "evict_first"))
 _STORE_HINTS = tl.constexpr(("", "evict_last", "evict_first"))
 
 
