@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite(
-    "copy_suite", "mode_suite", "fingerprint_suite", "layout_suite", "transfer_suite", "e2ekit"
+    *("copy_suite", "mode_suite", "fingerprint_suite", "layout_suite"),
+    *("transfer_suite", "engine_suite", "e2ekit"),
 )
 
 # How fast this machine generates examples says nothing about the code under test.

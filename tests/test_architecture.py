@@ -23,7 +23,7 @@ PURE = [
     *("transfer.keys", "transfer.messages"),
     *("transfer.slots", "transfer.store", "transfer.slot_header", "transfer.chunk_table"),
     *("transfer.expiring", "transfer.request_checks", "transfer.slice_plan"),
-    "transfer.sharing.descriptors",
+    *("transfer.sharing.descriptors", "transfer.cache_forms", "transfer.later"),
     *("adapters.messaging.wire", "adapters.messaging.session", "adapters.messaging.states"),
     *("adapters.vllm.tracker", "adapters.vllm.config", "adapters.vllm.jobs"),
     "adapters.vllm.running",

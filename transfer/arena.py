@@ -174,6 +174,24 @@ class Arena:
         self._let_go()
 
 
+def has_owner(name: str, directory: Path = SHM_DIRECTORY) -> bool:
+    """Whether a living process owns the segment of that name.
+
+    Raises:
+        RemoteProtocolError: a name that no segment can have.
+    """
+    if not NAME_PATTERN.fullmatch(name):
+        raise RemoteProtocolError(f"arena name: expected {NAME_PATTERN.pattern}, got {name[:80]!r}")
+    try:
+        descriptor = _open(directory / name, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return not _try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def sweep_stale_segments(directory: Path = SHM_DIRECTORY) -> list[str]:
     """Remove this user's segments that no living process owns; the names of those removed.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 import threading
@@ -9,9 +10,10 @@ import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from lmcache_kernels.errors import Closed, RemoteError
+from lmcache_kernels.errors import Closed, RemoteError, TransferTimeout
 
 from .arena import SHM_DIRECTORY, Arena
+from .later import Later
 from .messages import ErrorReply
 from .service import CacheService
 
@@ -20,11 +22,14 @@ if TYPE_CHECKING:
 
     from .messages import Reply, Request
 
+logger = logging.getLogger(__name__)
+
 
 class EmbeddedCache:
     """The :class:`~lmcache_kernels.transfer.port.CachePort` of this very process; safe for threads.
 
-    Workers never count as silent, because they end with the cache.
+    Workers never count as silent, because they end with the cache. A thread is started when a worker
+    first lets the cache copy by itself.
 
     Args:
         arena_bytes: host memory for chunks.
@@ -42,15 +47,20 @@ class EmbeddedCache:
         self._incarnation = secrets.token_hex(16)
         self._chunk_tokens = chunk_tokens
         self._arena = Arena.create(arena_bytes, directory)
+        self._woken = threading.Event()
         self._service = CacheService(
             arena_name=self._arena.name,
             arena_bytes=self._arena.nbytes,
             chunk_tokens=chunk_tokens,
             incarnation=self._incarnation,
             worker_ttl=math.inf,
+            arena=self._arena,
+            wake=self._woken.set,
         )
         self._lock = threading.Lock()
         self._closed = False
+        self._waiting: dict[Later, tuple[Future[Reply], float]] = {}  # with their deadlines
+        self._thread: threading.Thread | None = None
 
     @property
     def incarnation(self) -> str | None:
@@ -62,17 +72,18 @@ class EmbeddedCache:
         return self._chunk_tokens
 
     def request(self, message: Request, timeout: float) -> Future[Reply]:
-        """A finished future: the reply, or RemoteError, or Closed. Nothing is waited for."""
+        """See :meth:`.port.CachePort.request`. Finished already, but for transfers that this copies."""
         future: Future[Reply] = Future()
+        future.set_running_or_notify_cancel()  # it cannot be cancelled: somebody will finish it
+        outcome: Reply | Later | Exception = Closed("the cache is closed")
         with self._lock:
-            if self._closed:
-                future.set_exception(Closed("the cache is closed"))
-                return future
-            reply = self._service.handle(message, time.monotonic())
-        if isinstance(reply, ErrorReply):
-            future.set_exception(RemoteError(reply.code, reply.message))
-        else:
-            future.set_result(reply)
+            if not self._closed:
+                now = time.monotonic()
+                outcome = self._service.handle(message, now, now + timeout)
+                if isinstance(outcome, Later):
+                    self._wait_for(outcome, future, now + timeout)
+        if not isinstance(outcome, Later):
+            _finish(future, outcome)
         return future
 
     def stats(self) -> dict[str, int]:
@@ -81,16 +92,79 @@ class EmbeddedCache:
             return self._service.stats()
 
     def close(self) -> None:
-        """Accept nothing more and remove the arena; idempotent.
+        """Accept nothing more, stop copying and remove the arena; idempotent, bounded.
 
         Who has attached the arena keeps its own mapping.
         """
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
+            self._woken.set()
+        self._service.close()  # nobody else uses it any more
+        with self._lock:
             self._arena.close()
+            waiting = [future for future, _ in self._waiting.values()]
+            self._waiting.clear()
+        for future in waiting:
+            _finish(future, Closed("the cache is closed"))
 
     def __enter__(self) -> EmbeddedCache:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    # --- replies that come later ------------------------------------------------------------------
+
+    def _wait_for(self, later: Later, future: Future[Reply], deadline: float) -> None:
+        self._waiting[later] = future, deadline
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="lmcache-kernels-embedded", daemon=True
+            )
+            self._thread.start()
+        self._woken.set()
+
+    def _run(self) -> None:
+        due: float | None = None
+        while True:
+            self._woken.wait(due)
+            self._woken.clear()
+            with self._lock:
+                if self._closed:
+                    return
+                now = time.monotonic()
+                over = self._take_over(now)
+                first = min((at for _, at in self._waiting.values()), default=None)
+                due = None if first is None else max(0.0, first - now)
+            for future, outcome in over:
+                _finish(future, outcome)
+
+    def _take_over(self, now: float) -> list[tuple[Future[Reply], Reply | Exception]]:
+        """Requests that were answered, or whose deadline has passed."""
+        over: list[tuple[Future[Reply], Reply | Exception]] = []
+        for later, reply in self._service.finished(now):
+            future, _ = self._waiting.pop(later, (None, 0.0))
+            if future is not None:
+                over.append((future, reply))
+        late = [later for later, (_, at) in self._waiting.items() if at <= now]
+        for later in late:
+            future, _ = self._waiting.pop(later)
+            over.append((future, TransferTimeout("no reply within the time that was given")))
+        return over
+
+
+def _finish(future: Future[Reply], outcome: Reply | Exception) -> None:
+    if isinstance(outcome, ErrorReply):
+        late = outcome.code == "expired"
+        outcome = (
+            TransferTimeout(outcome.message) if late else RemoteError(outcome.code, outcome.message)
+        )
+    try:
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+    except BaseException:  # a callback must not end this thread, whatever it raises
+        logger.exception("a callback of a request failed")

@@ -15,6 +15,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from .cache_forms import ShardPart, SharedPiece  # noqa: TC001 - read when messages are decoded
+
 PROTOCOL_VERSION = 1
 """Raised by one whenever an existing field changes its meaning. New optional fields do not count."""
 
@@ -23,6 +25,10 @@ DIGEST_BYTES = 32
 
 MAX_CHUNKS = 1 << 16
 """Most chunks one message may name (16.7 M tokens at 256 a chunk)."""
+
+MAX_PART = 4 << 20
+"""Most bytes of a slot in one message. The server copies them, a millisecond or so, between others'
+requests."""
 
 MAX_NAME = 512
 """Longest request id accepted, in characters."""
@@ -35,6 +41,9 @@ ERROR_CODES = {
     "expired": "the deadline had passed when the request was read; nothing was done",
     "unknown_ticket": "this prepared transfer does not exist (any more)",
     "no_space": "the chunk is larger than the whole arena",
+    "busy": "too many caches are registered, or too many transfers of this one are under way",
+    "stopped": "the transfer was stopped before it moved anything",
+    "failed": "the copy could not be made; nothing of it is offered to anyone",
     "internal": "a bug in the server; its log has the trace",
 }
 """Codes of :class:`ErrorReply` and what they mean."""
@@ -93,8 +102,28 @@ class Register(Request, frozen=True, kw_only=True):
     chunk_bytes: int
 
 
+class RegisterCache(Request, frozen=True, kw_only=True):
+    """Worker ``instance`` lets the server itself copy from and to its cache.
+
+    ``groups``: per KV-cache group its tensors and their forms. ``part`` is which part of the model's
+    cache that is and ``shard`` the id that follows from it and from the layout of the chunks, which
+    the server computes again. ``max_programs`` bounds the grid of every kernel.
+
+    Registering a known instance again replaces its registration.
+    """
+
+    instance: int
+    shard: bytes
+    part: ShardPart
+    groups: list[tuple[SharedPiece, ...]]
+    max_programs: int | None = None
+
+
 class Registered(Reply, frozen=True, kw_only=True):
-    """The arena to attach: a POSIX shared-memory name below /dev/shm and its size in bytes."""
+    """The arena to attach: a POSIX shared-memory name below /dev/shm and its size in bytes.
+
+    The server holds a lock on the file for as long as it lives.
+    """
 
     arena_name: str
     arena_bytes: int
@@ -210,6 +239,97 @@ class CommitRetrieve(Request, frozen=True, kw_only=True):
     damaged: list[int] = []
 
 
+# --- transfers that the server makes --------------------------------------------------------------
+
+
+class StoreBlocks(Request, frozen=True, kw_only=True):
+    """Copy chunks out of the worker's registered cache, those that are not there yet.
+
+    Args:
+        transfer: id of this transfer, which the worker never uses again.
+        blocks: per group, the blocks of the chunks in order as 32-bit little-endian integers; a tail
+            that is no whole chunk is ignored.
+        event: handle of the event after which the blocks hold what is to be stored; empty on a CPU.
+    """
+
+    instance: int
+    transfer: int
+    digests: bytes
+    blocks: list[bytes]
+    event: bytes = b""
+
+
+class Copied(Reply, frozen=True, kw_only=True):
+    """So many chunks are copied, but not found before :class:`CommitStore` of the ticket. No chunk:
+    nothing to do, and no ticket."""
+
+    ticket: int
+    chunks: int
+
+
+class LoadBlocks(Request, frozen=True, kw_only=True):
+    """Copy chunks into the worker's registered cache; the fields are those of :class:`StoreBlocks`.
+
+    Blocks of -1, and those of the first ``skip_tokens`` rounded down to blocks, are left alone.
+    ``event``: after it the blocks may be written.
+    """
+
+    instance: int
+    transfer: int
+    digests: bytes
+    blocks: list[bytes]
+    skip_tokens: int = 0
+    event: bytes = b""
+
+
+class Loaded(Reply, frozen=True, kw_only=True):
+    """So many chunks, from the first on, are in the cache now."""
+
+    chunks: int
+
+
+class Settle(Request, frozen=True, kw_only=True):
+    """Stop those of the worker's transfers that have not begun, now or if they come later.
+
+    Answered when those that had begun are over, too: then none of them touches the cache.
+    """
+
+    instance: int
+    transfers: list[int]
+
+
+# --- slots by message, for workers that cannot map the arena -------------------------------------
+
+
+class PutPart(Request, frozen=True, kw_only=True):
+    """Write ``data`` into a slot that the worker has reserved, ``start`` bytes behind its begin.
+
+    ``index`` counts the slots of the ticket, as :class:`StoreSlots` does.
+    """
+
+    instance: int
+    ticket: int
+    index: int
+    start: int
+    data: bytes
+
+
+class GetPart(Request, frozen=True, kw_only=True):
+    """Read part of a slot that the worker holds; the fields are those of :class:`PutPart`."""
+
+    instance: int
+    ticket: int
+    index: int
+    start: int
+    nbytes: int
+
+
+class Part(Reply, frozen=True, kw_only=True):
+    """As many bytes as were asked for."""
+
+    data: bytes
+
+
 class ErrorReply(Reply, frozen=True, kw_only=True):
     """The request was not served. ``code`` is one of :data:`ERROR_CODES`."""
 
@@ -220,10 +340,12 @@ class ErrorReply(Reply, frozen=True, kw_only=True):
 AnyRequest: TypeAlias = (
     Hello | Ping | Register | Unregister | Lookup | EndSession | Clear
     | PrepareStore | CommitStore | AbortStore | PrepareRetrieve | CommitRetrieve
+    | RegisterCache | StoreBlocks | LoadBlocks | Settle | PutPart | GetPart
 )  # fmt: skip
 AnyReply: TypeAlias = (
-    Welcome | Pong | Registered | Done | Found | Cleared | StoreSlots | LoadSlots | ErrorReply
-)
+    Welcome | Pong | Registered | Done | Found | Cleared | StoreSlots | LoadSlots
+    | Copied | Loaded | Part | ErrorReply
+)  # fmt: skip
 
 REPLY_OF: dict[type[Request], type[Reply]] = {
     Hello: Welcome,
@@ -238,6 +360,12 @@ REPLY_OF: dict[type[Request], type[Reply]] = {
     AbortStore: Done,
     PrepareRetrieve: LoadSlots,
     CommitRetrieve: Done,
+    RegisterCache: Registered,
+    StoreBlocks: Copied,
+    LoadBlocks: Loaded,
+    Settle: Done,
+    PutPart: Done,
+    GetPart: Part,
 }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from lmcache_kernels.errors import LayoutError
 from lmcache_kernels.ids import ABSENT, pack_ids
@@ -11,6 +13,8 @@ from lmcache_kernels.ids import ABSENT, pack_ids
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import TypeAlias
+
+    from numpy.typing import NDArray
 
     from lmcache_kernels.chunk_copy import Layers
     from lmcache_kernels.chunk_layout import ChunkLayout
@@ -59,12 +63,14 @@ class Moved:
         cache_free: the cache's blocks are read (gather) or written (scatter).
         done: so is everything else.
         fingerprints: of the moves' payloads, in order; only once ``done`` is over.
+        note: which way they go, and why, in a few words.
         layers: of a scatter by layers: (place in the order, when all layers up to it are there).
     """
 
     cache_free: Completion
     done: Completion
     fingerprints: Callable[[], list[int]]
+    note: str = ""
     layers: Steps = ()
 
 
@@ -110,51 +116,79 @@ class Over:
         return True
 
 
-def check_block_ids(
-    block_ids: Sequence[Sequence[int]],
-    groups: Sequence[CacheGroup],
-    layout: ChunkLayout,
-    chunks: int,
-    *,
-    loading: bool,
-) -> None:
-    """Check the block ids of a store or load of ``chunks`` chunks, per group, before anything moves.
+def copy_block_ids(block_ids: Sequence[Any], layout: ChunkLayout, chunks: int) -> list[Any]:
+    """The caller's block ids of ``chunks`` whole chunks, per group, as they are now.
 
-    Ids behind the last whole chunk are ignored.
+    Costs one copy a list; what the ids are is for :func:`check_block_ids` to see.
 
     Raises:
-        LayoutError: not one list a group, too few ids, an id out of range, or, when loading, a
-            block that would be written twice.
+        LayoutError: not one list a group, or too few ids.
     """
-    if len(block_ids) != len(groups):
+    per_chunk = layout.blocks_per_chunk
+    if len(block_ids) != len(per_chunk):
         raise LayoutError(
-            f"block_ids: expected one list for each of {len(groups)} groups, got {len(block_ids)}"
+            f"block_ids: expected one list for each of {len(per_chunk)} groups, "
+            f"got {len(block_ids)}"
         )
-    for index, (ids, group, per_chunk) in enumerate(
-        zip(block_ids, groups, layout.blocks_per_chunk, strict=True)
-    ):
-        needed = chunks * per_chunk
-        if len(ids) < needed:
+    copied = []
+    for index, (ids, count) in enumerate(zip(block_ids, per_chunk, strict=True)):
+        needed = chunks * count
+        if not hasattr(ids, "__len__") or len(ids) < needed:
+            found = f"{len(ids)}" if hasattr(ids, "__len__") else type(ids).__name__
             raise LayoutError(
-                f"block_ids[{index}]: {chunks} chunks need {needed} blocks, got {len(ids)}"
+                f"block_ids[{index}]: {chunks} chunks need {needed} blocks, got {found}"
             )
-        pack_ids(ids[:needed], group.num_blocks, f"block_ids[{index}]", loading)
+        some = ids[:needed]
+        if not isinstance(some, (list, tuple, range)):  # of an array that is a view
+            some = _host_array(some, f"block_ids[{index}]").copy()
+        copied.append(some)
+    return copied
+
+
+def _host_array(ids: Any, name: str) -> NDArray[Any]:
+    try:
+        return np.asarray(ids)
+    except (TypeError, RuntimeError) as error:
+        raise LayoutError(f"{name}: expected ids in host memory: {error}") from error
+
+
+def check_block_ids(
+    block_ids: Sequence[Any], groups: Sequence[CacheGroup], *, loading: bool
+) -> list[tuple[int, ...]]:
+    """The ids, per group, once each is known to be one that can be stored from or loaded into.
+
+    Raises:
+        LayoutError: something that is no integer, an id out of range, or, when loading, a block
+            that would be written twice.
+    """
+    checked = []
+    for index, (ids, group) in enumerate(zip(block_ids, groups, strict=True)):
+        packed = pack_ids(ids, group.num_blocks, f"block_ids[{index}]", loading)
+        checked.append(tuple(ids) if isinstance(ids, (list, tuple)) else tuple(packed))
+    return checked
+
+
+def leave_out(
+    block_ids: Sequence[tuple[int, ...]], layout: ChunkLayout, skip_tokens: int
+) -> list[tuple[int, ...]]:
+    """The ids with ``ABSENT`` for blocks of the first ``skip_tokens``, rounded down to blocks."""
+    skipped = [
+        min(max(skip_tokens, 0) * per_chunk // layout.chunk_tokens, len(ids))
+        for ids, per_chunk in zip(block_ids, layout.blocks_per_chunk, strict=True)
+    ]
+    return [(ABSENT,) * n + ids[n:] for n, ids in zip(skipped, block_ids, strict=True)]
 
 
 def blocks_of(
-    block_ids: Sequence[Sequence[int]], layout: ChunkLayout, chunk: int, skip_tokens: int = 0
+    block_ids: Sequence[tuple[int, ...]], layout: ChunkLayout, chunk: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Per group, the block ids of chunk number ``chunk``.
-
-    Blocks before ``skip_tokens`` (counted from the first chunk, rounded down to whole blocks) are
-    ``ABSENT``.
-    """
-    blocks = []
-    for ids, per_chunk in zip(block_ids, layout.blocks_per_chunk, strict=True):
-        first = chunk * per_chunk
-        skipped = min(max(skip_tokens * per_chunk // layout.chunk_tokens - first, 0), per_chunk)
-        blocks.append((ABSENT,) * skipped + tuple(ids[first + skipped : first + per_chunk]))
-    return tuple(blocks)
+    """Per group, the block ids of chunk number ``chunk``."""
+    return tuple(
+        [
+            ids[chunk * count : (chunk + 1) * count]
+            for ids, count in zip(block_ids, layout.blocks_per_chunk, strict=True)
+        ]
+    )
 
 
 def pair_ids(

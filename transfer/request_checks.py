@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from .cache_forms import MAX_PARTS, MAX_ROWS
 from .messages import DIGEST_BYTES, MAX_CHUNKS, MAX_NAME, split_digests
+from .sharing.descriptors import MAX_TENSORS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .messages import RegisterCache
 
 INSTANCE_LIMIT = 1 << 63
-"""Instance ids are signed 64-bit integers and not negative."""
+"""Ids of instances and of transfers are signed 64-bit integers and not negative."""
+
+MAX_TRANSFERS = 1 << 12
+"""In one message."""
+
+MAX_PROGRAMS = 1 << 16
+"""More than any GPU runs at a time."""
 
 
 class RefusedError(Exception):
@@ -19,6 +34,32 @@ class RefusedError(Exception):
 def check_instance(instance: int) -> None:
     if not 0 <= instance < INSTANCE_LIMIT:
         raise RefusedError("bad_request", f"instance: expected 0 <= id < 2**63, got {instance}")
+
+
+def check_transfers(transfers: Sequence[int]) -> None:
+    """Ids of transfers."""
+    if len(transfers) > MAX_TRANSFERS:
+        raise RefusedError(
+            "bad_request", f"transfers: expected <= {MAX_TRANSFERS}, got {len(transfers)}"
+        )
+    for transfer in transfers:
+        if not 0 <= transfer < INSTANCE_LIMIT:
+            raise RefusedError("bad_request", f"transfer: expected 0 <= id < 2**63, got {transfer}")
+
+
+def check_cache(request: RegisterCache) -> None:
+    """The bounds of a cache as a whole; its parts were checked when they were decoded."""
+    pieces = [piece for group in request.groups for piece in group]
+    programs = request.max_programs
+    for what, count, least, most in (
+        ("groups", len(request.groups), 1, MAX_PARTS),
+        ("pieces", len(pieces), len(request.groups), MAX_PARTS),
+        ("tensors", sum(len(piece.tensors) for piece in pieces), 1, MAX_TENSORS),
+        ("rows", sum(piece.rows for piece in pieces), 1, MAX_ROWS),
+        ("max_programs", 1 if programs is None else programs, 1, MAX_PROGRAMS),
+    ):
+        if not least <= count <= most:
+            raise RefusedError("bad_request", f"{what}: expected {least} to {most}, got {count}")
 
 
 def check_chunk_bytes(nbytes: int) -> None:

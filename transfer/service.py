@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import math
 from typing import TYPE_CHECKING, Any
 
 from lmcache_kernels.errors import LocalProtocolError
 
-from .expiring import Expiring
+from .known_workers import KnownWorker, KnownWorkers
 from .messages import (
     PROTOCOL_VERSION,
     AbortStore,
@@ -20,6 +20,7 @@ from .messages import (
     EndSession,
     ErrorReply,
     Found,
+    GetPart,
     Hello,
     LoadSlots,
     Lookup,
@@ -27,6 +28,7 @@ from .messages import (
     Pong,
     PrepareRetrieve,
     PrepareStore,
+    PutPart,
     Register,
     Registered,
     StoreSlots,
@@ -42,12 +44,16 @@ from .request_checks import (
     checked_digests,
     unique_shards,
 )
-from .slot_header import HEADER_BYTES
+from .served_caches import ServedCaches
+from .served_parts import ServedParts
+from .served_transfers import ServedTransfers
 from .store import LEASE_TTL, READ_TTL, WRITE_TTL, ChunkStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from .arena import Arena
+    from .later import Later
     from .messages import Reply, Request
 
 logger = logging.getLogger(__name__)
@@ -56,20 +62,11 @@ WORKER_TTL = 120.0
 """Seconds of silence after which a worker counts as dead; workers ping far more often."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    shard: bytes
-    chunk_bytes: int
-
-    @property
-    def slot_bytes(self) -> int:
-        return HEADER_BYTES + self.chunk_bytes
-
-
 class CacheService:
     """Serves requests on a chunk store whose slots lie in one arena.
 
-    It never touches the arena's bytes; workers do. Not safe for threads by itself.
+    Workers copy to and from the arena themselves, or register their caches and let this process do
+    it, in threads that are not the caller's, or send what they cannot map. Not safe for threads by itself.
 
     Args:
         arena_name, arena_bytes: what workers attach.
@@ -79,6 +76,8 @@ class CacheService:
         lease_ttl: seconds a lookup keeps its chunks.
         read_ttl: seconds a worker has to end a retrieve.
         worker_ttl: seconds after which a silent worker is dropped with all it was doing.
+        arena: the arena, if this process copies for workers that want it to.
+        wake: called, from any thread, when :meth:`finished` has something to do.
 
     Raises:
         ConfigError: a size or time that is not above 0.
@@ -95,6 +94,8 @@ class CacheService:
         lease_ttl: float = LEASE_TTL,
         read_ttl: float = READ_TTL,
         worker_ttl: float = WORKER_TTL,
+        arena: Arena | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._arena = Registered(arena_name=arena_name, arena_bytes=arena_bytes)
         self._chunk_tokens = chunk_tokens
@@ -102,10 +103,15 @@ class CacheService:
         self._store = ChunkStore(
             arena_bytes, write_ttl=write_ttl, lease_ttl=lease_ttl, read_ttl=read_ttl
         )
-        self._workers: Expiring[int, _Worker] = Expiring(worker_ttl, "worker_ttl")
+        self._workers = KnownWorkers(self._store, arena_bytes, worker_ttl)
+        self._caches: ServedCaches | None = None
+        self._served: ServedTransfers | None = None
+        if arena is not None:
+            self._caches = ServedCaches(self._store, self._workers, arena, chunk_tokens, wake)
+            self._served = ServedTransfers(self._store, self._workers, self._caches)
         self._refused = 0
         self._failed = 0
-        self._methods: dict[type[Request], Callable[[Any, float], Reply]] = {
+        self._methods: dict[type[Request], Callable[[Any, float], Reply | Later]] = {
             Hello: self._hello,
             Ping: self._ping,
             Register: self._register,
@@ -119,22 +125,28 @@ class CacheService:
             PrepareRetrieve: self._prepare_retrieve,
             CommitRetrieve: self._commit_retrieve,
         }
+        if arena is not None:
+            parts = ServedParts(self._store, self._workers, arena)
+            self._methods |= {PutPart: parts.put, GetPart: parts.get}
 
-    def handle(self, request: Request, now: float) -> Reply:
-        """The reply to ``request``; never raises.
+    def handle(self, request: Request, now: float, deadline: float = math.inf) -> Reply | Later:
+        """The reply to ``request``, or that it comes from :meth:`finished`; never raises.
 
         Args:
             request: any; what cannot be served is answered with an :class:`ErrorReply`.
             now: monotonic seconds; never goes back.
+            deadline: from which on nobody waits for the reply, on the same clock.
         """
-        method = self._methods.get(type(request))
-        if method is None:
-            return ErrorReply(
-                code="unsupported",
-                message=f"operation {type(request).__name__} is unknown to protocol version "
-                f"{PROTOCOL_VERSION}",
-            )
         try:
+            if self._served is not None and self._served.serves(request):
+                return self._served.handle(request, now, deadline)
+            method = self._methods.get(type(request))
+            if method is None:
+                raise RefusedError(
+                    "unsupported",
+                    f"operation {type(request).__name__} is not served here (protocol version "
+                    f"{PROTOCOL_VERSION})",
+                )
             return method(request, now)
         except RefusedError as refused:
             self._refused += 1
@@ -148,10 +160,21 @@ class CacheService:
                 "has the trace",
             )
 
+    def finished(self, now: float) -> list[tuple[Later, Reply]]:
+        """Replies that are due now, each to what :meth:`handle` had returned; never raises."""
+        return [] if self._caches is None else self._caches.finished(now)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop copying and let go of the workers' caches, before the arena goes.
+
+        Replies that were due are not given any more.
+        """
+        if self._caches is not None:
+            self._caches.close(timeout)
+
     def tick(self, now: float) -> None:
         """Drop silent workers and end what has taken too long; call every few seconds."""
-        for instance, _ in self._workers.expire(now):
-            self._store.drop_owner(instance)
+        for instance in self._workers.expire(now):
             logger.warning(
                 "worker %d was silent for %g s: dropped, what it was writing is discarded",
                 instance,
@@ -163,6 +186,7 @@ class CacheService:
         """Counters since the start and what there is now; see :class:`~.store.Counters`."""
         return self._store.stats() | {
             "workers": len(self._workers),
+            "caches": 0 if self._caches is None else len(self._caches),
             "refused": self._refused,
             "failed": self._failed,
         }
@@ -187,7 +211,7 @@ class CacheService:
         registered = False
         if request.instance is not None:
             check_instance(request.instance)
-            registered = self._seen(request.instance, now) is not None
+            registered = self._workers.seen(request.instance, now) is not None
         return Pong(incarnation=self._incarnation, registered=registered)
 
     # --- workers ----------------------------------------------------------------------------------
@@ -196,26 +220,9 @@ class CacheService:
         check_instance(request.instance)
         check_shard(request.shard)
         check_chunk_bytes(request.chunk_bytes)
-        worker = _Worker(request.shard, request.chunk_bytes)
-        if not self._store.fits(worker.slot_bytes):
-            raise RefusedError(
-                "no_space",
-                f"one chunk takes {worker.slot_bytes} bytes, the arena has "
-                f"{self._arena.arena_bytes}: give the server a larger one",
-            )
-        for instance, other in self._workers.items():
-            if (
-                instance != request.instance
-                and other.shard == worker.shard
-                and other.chunk_bytes != worker.chunk_bytes
-            ):
-                raise RefusedError(
-                    "bad_request",
-                    f"chunk_bytes: expected {other.chunk_bytes}, as worker {instance} of the same "
-                    f"shard has, got {worker.chunk_bytes}",
-                )
-        self._store.drop_owner(request.instance)
-        self._workers.put(request.instance, worker, now)
+        self._forget_opening(request.instance)
+        worker = KnownWorker(request.shard, request.chunk_bytes, owner=request.instance)
+        self._workers.add(request.instance, worker, now)
         logger.info(
             "worker %d registered: shard %s, %d bytes a chunk",
             request.instance,
@@ -224,11 +231,16 @@ class CacheService:
         )
         return self._arena
 
-    def _unregister(self, request: Unregister, now: float) -> Reply:
+    def _unregister(self, request: Unregister, now: float) -> Reply | Later:
         check_instance(request.instance)
-        self._workers.pop(request.instance)
-        self._store.drop_owner(request.instance)
-        return Done()
+        self._forget_opening(request.instance)
+        self._workers.remove(request.instance)
+        later = None if self._caches is None else self._caches.gone(request.instance)
+        return later or Done()
+
+    def _forget_opening(self, instance: int) -> None:
+        if self._caches is not None:
+            self._caches.forget(instance)
 
     # --- scheduler --------------------------------------------------------------------------------
 
@@ -252,31 +264,31 @@ class CacheService:
     def _prepare_store(self, request: PrepareStore, now: float) -> Reply:
         worker = self._worker(request.instance, now)
         digests = checked_digests(request.digests)
-        slots = self._store.reserve(request.instance, worker.shard, digests, worker.slot_bytes, now)
+        slots = self._store.reserve(worker.owner, worker.shard, digests, worker.slot_bytes, now)
         return StoreSlots(ticket=slots.ticket, indices=slots.indices, offsets=slots.offsets)
 
     def _commit_store(self, request: CommitStore, now: float) -> Reply:
-        self._worker(request.instance, now)
-        if not self._store.commit(request.instance, request.ticket, now):
+        worker = self._writer(request, now)
+        if not self._store.commit(worker.owner, request.ticket, now):
             raise _unknown_ticket("store", request)
         return Done()
 
     def _abort_store(self, request: AbortStore, now: float) -> Reply:
-        self._worker(request.instance, now)
-        if not self._store.abort(request.instance, request.ticket, now):
+        worker = self._writer(request, now)
+        if not self._store.abort(worker.owner, request.ticket, now):
             raise _unknown_ticket("store", request)
         return Done()
 
     def _prepare_retrieve(self, request: PrepareRetrieve, now: float) -> Reply:
         worker = self._worker(request.instance, now)
         digests = checked_digests(request.digests)
-        reading = self._store.open_read(request.instance, worker.shard, digests, now)
+        reading = self._store.open_read(worker.owner, worker.shard, digests, now)
         return LoadSlots(ticket=reading.ticket, offsets=reading.offsets)
 
     def _commit_retrieve(self, request: CommitRetrieve, now: float) -> Reply:
-        self._worker(request.instance, now)
+        worker = self._worker(request.instance, now)
         try:
-            known = self._store.close_read(request.instance, request.ticket, request.damaged, now)
+            known = self._store.close_read(worker.owner, request.ticket, request.damaged, now)
         except LocalProtocolError as error:
             raise RefusedError("bad_request", str(error)) from error
         if not known:
@@ -291,19 +303,20 @@ class CacheService:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _seen(self, instance: int, now: float) -> _Worker | None:
-        worker = self._workers.get(instance)
-        if worker is not None:
-            self._workers.put(instance, worker, now)
+    def _worker(self, instance: int, now: float) -> KnownWorker:
+        """The worker, which must be one that copies itself."""
+        worker = self._workers.known(instance, now)
+        if worker.cache is not None:
+            raise RefusedError(
+                "bad_request", f"worker {instance}: the server copies for it, not it itself"
+            )
         return worker
 
-    def _worker(self, instance: int, now: float) -> _Worker:
-        check_instance(instance)
-        worker = self._seen(instance, now)
-        if worker is None:
-            raise RefusedError(
-                "unknown_instance", f"worker {instance} is not registered: register again"
-            )
+    def _writer(self, request: CommitStore | AbortStore, now: float) -> KnownWorker:
+        """The worker, whose ticket must not be one that is still being copied."""
+        worker = self._workers.known(request.instance, now)
+        if worker.cache is not None and request.ticket in worker.cache.copying:
+            raise _unknown_ticket("store", request)
         return worker
 
 

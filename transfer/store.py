@@ -244,6 +244,22 @@ class ChunkStore:
         self._table.release(read.chunks)
         return True
 
+    # --- slots ------------------------------------------------------------------------------------
+
+    def slot(
+        self, owner: int, ticket: int, index: int, now: float, *, writing: bool
+    ) -> tuple[int, int] | None:
+        """Offset and size of the slot of chunk number ``index`` of a reservation, or of a read.
+
+        None: ``owner`` has no such ticket or it no such chunk, or its time was up.
+        """
+        self.tick(now)
+        transfer = (self._writes if writing else self._reads).get(ticket)
+        if transfer is None or transfer.owner != owner or not 0 <= index < len(transfer.chunks):
+            return None
+        chunk = transfer.chunks[index]
+        return chunk.offset, chunk.slot_bytes
+
     # --- housekeeping -----------------------------------------------------------------------------
 
     def drop_owner(self, owner: int) -> None:

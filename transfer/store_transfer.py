@@ -1,8 +1,9 @@
-"""A submitted store and the question that decides about its blocks: does a gather still read them?"""
+"""A submitted transfer and the question that decides about its blocks: does the device use them?"""
 
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -10,41 +11,68 @@ if TYPE_CHECKING:
     from .moves import Completion
 
 
-class StoreTransfer:
+class Transfer:
+    """A submitted store or load, which can be stopped until the device is given its moves.
+
+    Attributes:
+        result: finished exactly once, by whoever carries the transfer out; it cannot be cancelled.
+    """
+
+    def __init__(self) -> None:
+        self.result: Future[int] = Future()
+        self.result.set_running_or_notify_cancel()
+        self._lock = threading.Lock()
+        self._begun = False
+        self._stopped = False
+
+    def begin(self) -> bool:
+        """The device is about to be given moves; False: the transfer was stopped before."""
+        with self._lock:
+            self._begun = not self._stopped
+            return self._begun
+
+    def stop(self) -> bool:
+        """Let the device get no further moves; True: it has none of this transfer."""
+        with self._lock:
+            self._stopped = True
+            return not self._begun
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopped
+
+
+class StoreTransfer(Transfer):
     """A submitted store. ``result``: chunks this store published, present ones not counted.
 
     Until the gather has read the blocks, :meth:`EngineDrivenContext.flush` can still stop it.
     """
 
     def __init__(self) -> None:
-        self.result: Future[int] = Future()
-        self._lock = threading.Lock()
-        self._begun = False
+        super().__init__()
         self._wanted = True
         self._read: Completion | None = None
-        self._launched = threading.Event()
-
-    def begin(self) -> bool:
-        """The gather is about to be launched; False when the store was stopped before."""
-        with self._lock:
-            self._begun = self._wanted
-            return self._begun
+        self._launched = threading.Event()  # or there is nothing to launch any more
+        self.result.add_done_callback(lambda _: self._launched.set())
 
     def launched(self, read: Completion) -> None:
-        """Every gather was launched; ``read`` tells when they have read."""
+        """The gathers were launched; ``read`` tells when they have read."""
         self._read = read
         self._launched.set()
 
-    def over(self) -> None:
-        """No gather is running and none will be launched."""
-        self._launched.set()
-
-    def stop(self) -> bool:
-        """Stop the store unless its gather began; True when no gather runs or will run."""
+    def pause(self) -> None:
+        """The gathers so far have read, and others are to follow; until then it can be stopped."""
         with self._lock:
-            if not self._begun:
-                self._wanted = False
-            return not self._begun
+            self._begun = False
+            self._launched.clear()
+            self._read = None
+
+    def wait_read(self, timeout: float) -> bool:
+        """Wait until no gather of this store, which has begun, reads the cache any more."""
+        end = time.monotonic() + timeout
+        if not self._launched.wait(timeout):
+            return False
+        return self._read is None or self._read.wait(max(0.0, end - time.monotonic()))
 
     def discard(self) -> None:
         """Whatever the gather read is not to be published."""
@@ -53,9 +81,3 @@ class StoreTransfer:
     @property
     def wanted(self) -> bool:
         return self._wanted
-
-    def wait_read(self, timeout: float) -> bool:
-        """Wait until no gather of this store reads the cache any more."""
-        if not self._launched.wait(timeout):
-            return False
-        return self._read is None or self._read.wait(timeout)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from lmcache_kernels.plane import CacheGroup
+    from lmcache_kernels.transfer.observer import Observer
 
 
 @contextmanager
@@ -25,6 +26,7 @@ def connect(
     chunk_tokens: int = 256,
     timeout: float = 10.0,
     max_programs: int | None = None,
+    observer: Observer | None = None,
 ) -> Iterator[EngineDrivenContext]:
     """A context that stores and loads ``groups``, the whole of a model's cache, at a server.
 
@@ -34,6 +36,7 @@ def connect(
         chunk_tokens: tokens of one chunk; must be the server's.
         timeout: seconds to wait for the server, and for each request.
         max_programs: bound on the grid of every GPU kernel.
+        observer: told of every transfer that ends.
 
     Raises:
         PeerGone: no server answered. ConfigError: it works with other chunks. LayoutError: the
@@ -50,6 +53,7 @@ def connect(
             port=client,
             timeout=timeout,
             max_programs=max_programs,
+            observer=observer,
         )
         try:
             context.register()

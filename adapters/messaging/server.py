@@ -1,4 +1,8 @@
-"""A cache service behind a ROUTER socket: one thread, one reply for every request."""
+"""A cache service behind a ROUTER socket: one thread, one reply for every request.
+
+The thread never waits for anything but the next message. What takes longer the service answers later,
+and wakes the thread when it can.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import zmq
 
 from lmcache_kernels.errors import LocalProtocolError
+from lmcache_kernels.transfer.later import Later
 from lmcache_kernels.transfer.messages import ErrorReply, Hello, Reply
 
 from . import wire
@@ -37,8 +42,13 @@ _ONE_TURN = 1000  # requests served before the clock is looked at again
 class Service(Protocol):
     """What serves requests: :class:`~lmcache_kernels.transfer.service.CacheService`."""
 
-    def handle(self, request: Request, now: float) -> Reply:
-        """The reply to ``request``."""
+    def handle(self, request: Request, now: float, deadline: float) -> Reply | Later:
+        """The reply to ``request``, which nobody waits for from ``deadline`` on; or what
+        :meth:`finished` gives it to."""
+        ...
+
+    def finished(self, now: float) -> list[tuple[Later, Reply]]:
+        """Replies that are due; called after every turn, so after every :meth:`~CacheServerLoop.wake`."""
         ...
 
     def tick(self, now: float) -> None:
@@ -93,7 +103,9 @@ class CacheServerLoop:
         self._router = bounded_socket(self._context, zmq.ROUTER)
         self._router.set(zmq.ROUTER_MANDATORY, 1)
         self._stopping = False
+        self._waiting: dict[Later, tuple[bytes, int]] = {}  # client and uid
         self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
         try:
             self.endpoint = bind(self._router, url)
@@ -109,6 +121,8 @@ class CacheServerLoop:
         tick_at = self._clock() + TICK_INTERVAL
         while not self._stopping:
             poller.poll(math.ceil(max(0.0, tick_at - self._clock()) * 1000))
+            with contextlib.suppress(BlockingIOError):
+                self._wake_receiver.recv(4096)
             for _ in range(_ONE_TURN):
                 message = receive(self._router)
                 if message is None or self._stopping:
@@ -119,10 +133,15 @@ class CacheServerLoop:
             if now >= tick_at:
                 tick_at = now + TICK_INTERVAL
                 self._tick(service, now)
+            self._give_replies(service)
 
     def stop(self) -> None:
         """Make :meth:`run` return; from any thread or signal handler, also before it is called."""
         self._stopping = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Make :meth:`run` look for replies that are due; from any thread."""
         # Full: it is awake already. Closed: there is nothing to stop.
         with contextlib.suppress(BlockingIOError, OSError):
             self._wake_sender.send(b"\0")
@@ -152,8 +171,9 @@ class CacheServerLoop:
                 self._reply(client, error.uid, ErrorReply(code=error.code, message=str(error)))
             return
         now = self._clock()
+        reply: Reply | Later
         if not isinstance(request, Hello) and header.incarnation != self._incarnation:
-            reply: Reply = ErrorReply(
+            reply = ErrorReply(
                 code="stale_incarnation",
                 message=f"meant for server {header.incarnation!r}, this is {self._incarnation!r}",
             )
@@ -163,14 +183,28 @@ class CacheServerLoop:
                 message=f"read {now - header.deadline:.3f} s after its deadline; nothing was done",
             )
         else:
-            reply = self._handle(service, request, now)
-        self._reply(client, header.uid, reply)
+            reply = self._handle(service, request, now, header.deadline or math.inf)
+        if isinstance(reply, Later):
+            self._waiting[reply] = client, header.uid
+        else:
+            self._reply(client, header.uid, reply)
 
-    def _handle(self, service: Service, request: Request, now: float) -> Reply:
+    def _handle(
+        self, service: Service, request: Request, now: float, deadline: float
+    ) -> Reply | Later:
         try:
-            return service.handle(request, now)
+            return service.handle(request, now, deadline)
         except Exception as error:
             return self._failed(f"{type(request).__name__} could not be served", error)
+
+    def _give_replies(self, service: Service) -> None:
+        try:
+            due = service.finished(self._clock())
+        except Exception as error:
+            self._failed("replies could not be fetched", error)
+            return
+        for later, reply in due:
+            self._reply(*self._waiting.pop(later), reply)
 
     def _reply(self, client: bytes, uid: int, reply: Reply) -> None:
         try:

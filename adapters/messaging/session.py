@@ -28,6 +28,7 @@ from lmcache_kernels.transfer.messages import (
     Ping,
     Pong,
     Register,
+    RegisterCache,
     Reply,
     Request,
     Unregister,
@@ -323,12 +324,13 @@ class Session:
         return RemoteError(reply.code, reply.message)
 
     def _note_registration(self, message: Request, reply: Reply) -> None:
-        if not isinstance(message, Ping | Register | Unregister):
+        if not isinstance(message, Ping | Register | RegisterCache | Unregister):
             return
         if message.instance is None or message.instance != self.instance_id:
             return
-        knows = reply.registered if isinstance(reply, Pong) else isinstance(message, Register)
-        if self.registered and not knows and not isinstance(message, Unregister):
+        leaves = isinstance(message, Unregister)
+        knows = reply.registered if isinstance(reply, Pong) else not leaves
+        if self.registered and not knows and not leaves:
             logger.warning("%s: worker %d is not registered any more", self.url, message.instance)
         self.registered = knows
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from lmcache_kernels.transfer.messages import Reply, Request
 
 MAX_FRAME = 16 << 20
-"""Bytes of the largest frame. The largest message there is (65536 digests) has 2 MiB."""
+"""Bytes of the largest frame. A lookup of 65536 chunks has 2 MiB, a store of them by the server 10 MiB
+at 32 blocks a chunk."""
 
 T = TypeVar("T")
 

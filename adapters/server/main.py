@@ -79,6 +79,8 @@ def _serve(size_gb: float, host: str, port: int, chunk_size: int, stop_on_eof: b
                 arena_bytes=arena.nbytes,
                 chunk_tokens=chunk_size,
                 incarnation=incarnation,
+                arena=arena,
+                wake=loop.wake,
             )
             ready = READY_LINE.format(
                 url=loop.endpoint, name=arena.name, size=arena.nbytes, chunk=chunk_size
@@ -86,6 +88,7 @@ def _serve(size_gb: float, host: str, port: int, chunk_size: int, stop_on_eof: b
             sys.stdout.write(f"{ready}\n")
             sys.stdout.flush()
             loop.run(service)
+            service.close()
         finally:
             arena.close()
         stats = service.stats() | asdict(loop.counters)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from lazy_device import LazyDevice
@@ -13,6 +15,10 @@ from lmcache_kernels.transfer.gpu_mover import GpuMover
 from lmcache_kernels.transfer.moves import ChunkMove
 from lmcache_kernels.transfer.planner import PATHS
 from lmcache_kernels.views import group_of, opaque_group_of
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
+)
 
 CHUNK_TOKENS = 32
 BLOCKS = 24

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,10 @@ from lmcache_kernels.transfer.gpu_mover import GpuMover
 from lmcache_kernels.transfer.moves import ChunkMove
 from lmcache_kernels.transfer.planner import PATHS
 from lmcache_kernels.views import group_of
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
+)
 
 CHUNK_TOKENS = 32
 POISON = 0xA5

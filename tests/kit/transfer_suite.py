@@ -1,6 +1,7 @@
 """What storing and loading must do, on a CPU engine or a GPU one, through a real server process.
 
-The CPU and GPU test modules import these tests and say where they run through ``device``.
+The test modules import these tests and say where they run through ``device``, and who copies through
+``mode``.
 """
 
 from __future__ import annotations
@@ -20,13 +21,20 @@ from lmcache_kernels.adapters.messaging.connect import connect
 from lmcache_kernels.adapters.server.spawn import spawn_server
 from lmcache_kernels.errors import Closed, KVTransferError, LayoutError, PeerGone
 from lmcache_kernels.ids import ABSENT
-from lmcache_kernels.transfer.context import EngineDrivenContext
+from lmcache_kernels.transfer.cache_forms import ShardPart
+from lmcache_kernels.transfer.context_factory import create_transfer_context
 from lmcache_kernels.transfer.embedded import EmbeddedCache
-from lmcache_kernels.transfer.keys import shard_id
-from lmcache_kernels.views import group_of
+from lmcache_kernels.transfer.kv_groups import KVGroup
 
 CHUNK_TOKENS = 8  # two blocks of four
 WAIT = 30.0
+
+group_of = KVGroup.of
+
+
+@pytest.fixture(scope="module")
+def mode():
+    return "engine_driven"
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +44,21 @@ def server():
 
 
 @pytest.fixture
-def connected(server):
+def connected(server, mode):
     """Makes contexts at the module's server and closes what was made."""
     with ExitStack() as opened:
 
         def make(groups):
-            return opened.enter_context(
-                connect(server.url, groups, chunk_tokens=CHUNK_TOKENS, timeout=WAIT)
-            )
+            if mode == "engine_driven":
+                read = [group.read() for group in groups]
+                connection = connect(server.url, read, chunk_tokens=CHUNK_TOKENS, timeout=WAIT)
+                return opened.enter_context(connection)
+            client = opened.enter_context(CacheClient(server.url, chunk_tokens=CHUNK_TOKENS))
+            client.wait_ready(WAIT)
+            context = context_of(groups, client, mode=mode)
+            opened.callback(context.close)
+            context.register()
+            return context
 
         yield make
 
@@ -62,7 +77,8 @@ def load(context, digests, ids, **options):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_every_layout_comes_back_bit_exact_in_other_blocks(layout, dtype, device, connected):
+def test_mp_075_every_layout_comes_back_bit_exact_in_other_blocks(layout, dtype, device, connected):
+    """Split, fused and latent caches; what is not named keeps what it holds."""
     source = make_cache(layout, blocks=12, dtype=dtype, device=device)
     source.fill_random(11)
     target = make_cache(layout, blocks=12, dtype=dtype, device=device)
@@ -83,7 +99,7 @@ def test_every_layout_comes_back_bit_exact_in_other_blocks(layout, dtype, device
     [torch.float32, torch.float16, torch.uint8, torch.int8, torch.float8_e5m2],
     ids=str,
 )
-def test_every_byte_value_survives_storing(dtype, device, connected):
+def test_mp_075_every_byte_value_survives_storing(dtype, device, connected):
     """NaN patterns among them: bytes are moved, never converted."""
     layout = BY_NAME["kv_first_hnd"]
     source = make_cache(layout, blocks=8, dim=32, dtype=dtype, device=device)
@@ -118,7 +134,7 @@ def test_caches_of_other_shapes_never_share(device, connected):
     assert untouched_outside(other, before, [])
 
 
-def test_several_groups_travel_together(device, connected):
+def test_mp_083_several_groups_travel_together(device, connected):
     """Groups with their own block sizes, widths, dtypes and block ids."""
     kinds = [
         ("kv_first_hnd", 4, torch.float16),
@@ -144,20 +160,18 @@ def test_several_groups_travel_together(device, connected):
         assert untouched_outside(cache, was, blocks)
 
 
-@pytest.mark.parametrize(
-    ("skip", "kept"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (21, 5), (64, 6)]
-)
-def test_skipped_leading_tokens_leave_whole_blocks_alone(skip, kept, device, connected):
+@pytest.mark.parametrize(("skip", "kept"), [(0, 0), (2, 1), (6, 3), (8, 4), (42, 21), (99, 32)])
+def test_mp_076_skipped_leading_tokens_leave_whole_blocks_alone(skip, kept, device, connected):
     """Those blocks are shared with other requests; the skip runs on over every chunk."""
-    cache = make_cache(BY_NAME["kv_first_nhd"], blocks=14, device=device)
+    cache = make_cache(BY_NAME["kv_first_nhd"], blocks=70, tokens=2, device=device)
     cache.fill_random(6)
     context = connected([group_of(cache.tensors, cache.axes)])
-    digests = names(3)
-    ids, to = [0, 1, 2, 3, 4, 5], [8, 9, 10, 11, 12, 13]
-    expected = oracle_chunk(cache, ids[kept:]) if kept < 6 else None
+    digests = names(8)
+    ids, to = list(range(32)), list(range(68, 36, -1))
+    expected = oracle_chunk(cache, ids[kept:]) if kept < 32 else None
     store(context, digests, ids)
     before = cache.snapshot()
-    assert load(context, digests, to, skip_first_n_tokens=skip) == 3
+    assert load(context, digests, to, skip_first_n_tokens=skip) == 8
     assert untouched_outside(cache, before, to[kept:])
     if expected is not None:
         assert torch.equal(oracle_chunk(cache, to[kept:]), expected)
@@ -201,19 +215,23 @@ def test_bad_block_ids_are_refused_before_anything_moves(device, connected):
     digests = names(2)
     for ids, message in (
         ([[0, 1, 2]], "2 chunks need 4 blocks, got 3"),
-        ([[0, 1, 2, 6]], "got 6"),
-        ([[0, 1, 2, -5]], "got -5"),
         ([[0, 1], [2, 3]], "expected one list for each of 1 groups, got 2"),
     ):
         with pytest.raises(LayoutError, match=message):
             context.submit_store(digests, ids)
         with pytest.raises(LayoutError, match=message):
             context.submit_retrieve(digests, ids)
+    for ids, message in (([0, 1, 2, 6], "got 6"), ([0, 1, 2, -5], "got -5")):
+        with pytest.raises(LayoutError, match=message):
+            store(context, digests, ids)
+        with pytest.raises(LayoutError, match=message):
+            load(context, digests, ids)
     with pytest.raises(LayoutError, match="named twice"):
-        context.submit_retrieve(digests, [[0, 1, 1, 2]])
+        load(context, digests, [0, 1, 1, 2])
     with pytest.raises(LayoutError, match="got -1"):
-        context.submit_store(digests, [[0, 1, ABSENT, 2]])
+        store(context, digests, [0, 1, ABSENT, 2])
     assert untouched_outside(cache, before, [])
+    assert load(context, digests, [0, 1, 2, 3]) == 0
 
 
 def test_a_chunk_is_stored_once_and_absent_ones_end_a_load(device, connected):
@@ -229,13 +247,13 @@ def test_a_chunk_is_stored_once_and_absent_ones_end_a_load(device, connected):
     assert untouched_outside(cache, before, [6, 7, 8, 9, 10, 11])
 
 
-def test_a_damaged_chunk_is_not_loaded_and_not_offered_again(device):
+def test_a_damaged_chunk_is_not_loaded_and_not_offered_again(device, mode):
     with spawn_server(size_gb=0.01, chunk_size=CHUNK_TOKENS) as server:
         cache = make_cache(BY_NAME["kv_first_nhd"], blocks=12, device=device)
         cache.fill_random(12)
         client = CacheClient(server.url, chunk_tokens=CHUNK_TOKENS)
         client.wait_ready(WAIT)
-        context = plain_context(cache, client)
+        context = plain_context(cache, client, mode=mode)
         digests = names(2)
         assert store(context, digests, [0, 1, 2, 3]) == 2
         assert damage_headers(server) == 2
@@ -251,14 +269,14 @@ def test_a_damaged_chunk_is_not_loaded_and_not_offered_again(device):
 
 @pytest.mark.parametrize("skipped", [0, 2 * CHUNK_TOKENS])
 @pytest.mark.parametrize("bit", [0, 31, 8 * 200 + 5, -1])
-def test_a_flipped_bit_ends_a_load_before_its_chunk(bit, skipped, device):
+def test_a_flipped_bit_ends_a_load_before_its_chunk(bit, skipped, device, mode):
     """Wherever it is, also in blocks that the load leaves out; the chunk is not offered again."""
     with spawn_server(size_gb=0.01, chunk_size=CHUNK_TOKENS) as server:
         cache = make_cache(BY_NAME["kv_first_hnd"], blocks=12, device=device)
         cache.fill_random(14)
         client = CacheClient(server.url, chunk_tokens=CHUNK_TOKENS)
         client.wait_ready(WAIT)
-        context = plain_context(cache, client)
+        context = plain_context(cache, client, mode=mode)
         digests = names(3)
         assert store(context, digests, [0, 1, 2, 3, 4, 5]) == 3
         flip_payload_bit(server, 1, bit % (8 * context.layout.nbytes))
@@ -275,7 +293,7 @@ def test_a_flipped_bit_ends_a_load_before_its_chunk(bit, skipped, device):
 
 
 @pytest.mark.parametrize("where", ["server", "this process"])
-def test_fault_a16_latents_of_rank_three_and_four_are_the_same(where, device):
+def test_fault_a16_latents_of_rank_three_and_four_are_the_same(where, device, mode):
     """A prompt ends inside a chunk: its last 5 tokens stay behind. Through a server's arena and
     through one of this very process."""
     flat = [torch.zeros(9, 4, 24, dtype=torch.int16, device=device) for _ in range(3)]
@@ -291,7 +309,7 @@ def test_fault_a16_latents_of_rank_three_and_four_are_the_same(where, device):
         else:
             port = EmbeddedCache(1 << 20, chunk_tokens=CHUNK_TOKENS)
         stack.callback(port.close)
-        storing, loading = context_of([shallow], port), context_of([nested], port)
+        storing, loading = (context_of([group], port, mode=mode) for group in (shallow, nested))
         stack.callback(storing.close)
         stack.callback(loading.close)
         digest = names(1)
@@ -302,15 +320,16 @@ def test_fault_a16_latents_of_rank_three_and_four_are_the_same(where, device):
         assert not layer[1:8].any()
 
 
-def plain_context(cache, client, timeout=WAIT):
-    return context_of([group_of(cache.tensors, cache.axes)], client, timeout)
+def plain_context(cache, client, timeout=WAIT, mode="engine_driven"):
+    return context_of([group_of(cache.tensors, cache.axes)], client, timeout, mode)
 
 
-def context_of(groups, client, timeout=WAIT):
-    return EngineDrivenContext(
+def context_of(groups, client, timeout=WAIT, mode="engine_driven"):
+    return create_transfer_context(
         groups,
+        mode,
         chunk_tokens=CHUNK_TOKENS,
-        shard=lambda layout: shard_id(layout.fingerprint, index=0, count=1),
+        part=ShardPart(),
         instance=secrets.randbits(63),
         port=client,
         timeout=timeout,
@@ -323,14 +342,14 @@ def load_again_and_again(context, digests, ids):
         load(context, digests, ids)
 
 
-def test_a_killed_server_fails_transfers_and_its_successor_serves_them(device):
+def test_a_killed_server_fails_transfers_and_its_successor_serves_them(device, mode):
     cache = make_cache(BY_NAME["kv_first_nhd"], blocks=12, device=device)
     cache.fill_random(13)
     digests = names(2)
     with spawn_server(size_gb=0.01, chunk_size=CHUNK_TOKENS) as first:
         client = CacheClient(first.url, chunk_tokens=CHUNK_TOKENS)
         client.wait_ready(WAIT)
-        context = plain_context(cache, client)
+        context = plain_context(cache, client, mode=mode)
         assert store(context, digests, [0, 1, 2, 3]) == 2
         os.kill(first.pid, signal.SIGKILL)
         with pytest.raises(KVTransferError):

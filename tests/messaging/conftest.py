@@ -39,11 +39,12 @@ class Recorder:
         self.tick_error = None
         self.error = None
         self.answer = None
+        self.due = []
         self.entered = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
 
-    def handle(self, request, now):
+    def handle(self, request, now, deadline):
         self.asked.append(request)
         if isinstance(request, Hello):
             return Welcome(
@@ -67,6 +68,10 @@ class Recorder:
         if isinstance(request, Register):
             return Registered(arena_name="a", arena_bytes=request.instance)
         return Cleared(chunks=0)
+
+    def finished(self, now):
+        due, self.due = self.due, []
+        return due
 
     def tick(self, now):
         self.ticks += 1

@@ -6,11 +6,13 @@ import logging
 
 import msgspec
 import pytest
+from formkit import GROUPS, PARTS, piece
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_kernels.errors import ConfigError
 from lmcache_kernels.transfer import messages
+from lmcache_kernels.transfer.cache_forms import ShardPart
 from lmcache_kernels.transfer.messages import (
     ERROR_CODES,
     MAX_CHUNKS,
@@ -26,17 +28,23 @@ from lmcache_kernels.transfer.messages import (
     EndSession,
     ErrorReply,
     Found,
+    GetPart,
     Hello,
+    LoadBlocks,
     LoadSlots,
     Lookup,
     Ping,
     Pong,
     PrepareRetrieve,
     PrepareStore,
+    PutPart,
     Register,
+    RegisterCache,
     Registered,
     Reply,
     Request,
+    Settle,
+    StoreBlocks,
     StoreSlots,
     Unregister,
     Welcome,
@@ -371,8 +379,24 @@ def test_a_bug_is_answered_and_logged(
     assert cache.store(1, digests(0, 1)) == 1
 
 
+COPYING = {
+    RegisterCache: RegisterCache(instance=1, shard=SHARD, part=ShardPart(), groups=[(piece(),)]),
+    StoreBlocks: StoreBlocks(instance=1, transfer=1, digests=b"", blocks=[]),
+    LoadBlocks: LoadBlocks(instance=1, transfer=1, digests=b"", blocks=[]),
+    Settle: Settle(instance=1, transfers=[]),
+    PutPart: PutPart(instance=1, ticket=1, index=0, start=0, data=b"x"),
+    GetPart: GetPart(instance=1, ticket=1, index=0, start=0, nbytes=1),
+}
+"""What only a service serves that was given its arena."""
+
+
 def test_every_request_of_the_contract_is_served() -> None:
-    assert set(Cache().service._methods) == set(REPLY_OF)
+    assert set(Cache().service._methods) | set(COPYING) == set(REPLY_OF)
+
+
+@pytest.mark.parametrize("request_", COPYING.values(), ids=lambda r: type(r).__name__)
+def test_without_an_arena_a_service_does_not_copy(cache: Cache, request_: Request) -> None:
+    assert cache.code(request_) == "unsupported"
 
 
 def fields_of(kind: type[Request]) -> st.SearchStrategy[Request]:
@@ -384,6 +408,8 @@ def fields_of(kind: type[Request]) -> st.SearchStrategy[Request]:
         "bytes": st.sampled_from([b"", SHARD, DIGESTS, bytes(5)]),
         "list[bytes]": st.lists(st.sampled_from([SHARD, OTHER, b""]), max_size=3),
         "list[int]": st.lists(number, max_size=3),
+        "ShardPart": PARTS,
+        "list[tuple[SharedPiece, ...]]": GROUPS,
     }
     names = {f.name: by_type[kind.__annotations__[f.name]] for f in msgspec.structs.fields(kind)}
     return st.builds(kind, **names)

@@ -1,0 +1,100 @@
+"""One transfer that a server is asked to make, as the worker knows it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lmcache_kernels.errors import Closed, LayoutError
+
+from .messages import LoadBlocks, StoreBlocks
+from .moves import check_block_ids
+from .observer import TransferEvent
+from .store_transfer import StoreTransfer
+from .worker import pack_digests
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lmcache_kernels.plane import CacheGroup
+
+    from .observer import Direction, Outcome
+    from .store_transfer import Transfer
+
+
+@dataclass(eq=False)
+class Asked:
+    """See the module.
+
+    Attributes:
+        number: its id in messages.
+        transfer: what the engine has of it.
+        digests, block_ids: nobody else's to change.
+        event: handle of the event it waits for.
+        deadline: monotonic seconds; nobody waits for it any longer.
+        sent: when the server was asked; None: not yet.
+        incarnation: of that server.
+        over: its result is there, or about to be.
+    """
+
+    number: int
+    transfer: Transfer
+    digests: list[bytes]
+    block_ids: list[Any]
+    skip_tokens: int
+    event: bytes
+    deadline: float
+    submitted: float = field(default_factory=time.monotonic)
+    sent: float | None = None
+    incarnation: str = ""
+    over: bool = False
+
+    @property
+    def direction(self) -> Direction:
+        return "store" if isinstance(self.transfer, StoreTransfer) else "load"
+
+    def message(self, instance: int, groups: Sequence[CacheGroup]) -> StoreBlocks | LoadBlocks:
+        """What to ask the server.
+
+        Raises:
+            LayoutError: block ids that cannot be right, or a skip below 0.
+            LocalProtocolError: something that is no digest.
+        """
+        storing = self.direction == "store"
+        if self.skip_tokens < 0:
+            raise LayoutError(f"skip_first_n_tokens: expected >= 0, got {self.skip_tokens}")
+        ids = check_block_ids(self.block_ids, groups, loading=not storing)
+        fields: dict[str, Any] = {
+            "instance": instance,
+            "transfer": self.number,
+            "digests": pack_digests(self.digests),
+            "blocks": [np.array(some, dtype="<i4").tobytes() for some in ids],
+            "event": self.event,
+        }
+        if storing:
+            return StoreBlocks(**fields)
+        return LoadBlocks(**fields, skip_tokens=self.skip_tokens)
+
+    def observed(self, end: int | BaseException, chunk_bytes: int) -> TransferEvent:
+        """What became of it: so many chunks of that size, or an error."""
+        now = time.monotonic()
+        sent = now if self.sent is None else self.sent
+        chunks = end if isinstance(end, int) else 0
+        outcome: Outcome = "stored" if self.direction == "store" else "loaded"
+        note = "copied by the server"
+        if isinstance(end, BaseException):
+            outcome = "stopped" if isinstance(end, Closed) else "failed"
+            note = f"{type(end).__name__}: {end}"
+        return TransferEvent(
+            self.direction,
+            outcome,
+            len(self.digests),
+            chunks,
+            chunks * chunk_bytes,
+            sent - self.submitted,
+            now - sent,
+            note,
+        )

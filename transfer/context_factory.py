@@ -1,0 +1,121 @@
+"""Which transfer context an engine gets: by what it was told, or what suits every device."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, TypeAlias
+
+from lmcache_kernels.errors import ConfigError, LayoutError
+
+from .context import EngineDrivenContext
+from .lmcache_driven import COPY_TIMEOUT, LmcacheDrivenContext
+from .movers import one_device
+from .sharing.devices import backend_for
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .cache_forms import ShardPart
+    from .kv_groups import KVGroup
+    from .observer import Observer
+    from .port import CachePort
+
+logger = logging.getLogger(__name__)
+
+MODE_VARIABLE = "LMCACHE_MP_TRANSFER_MODE"
+MODES = ("engine_driven", "lmcache_driven", "auto")
+
+TransferContext: TypeAlias = EngineDrivenContext | LmcacheDrivenContext
+
+
+def transfer_mode(mode: str | None, environment: Mapping[str, str] = os.environ) -> str:
+    """``engine_driven`` or ``lmcache_driven``, the former for ``auto``.
+
+    Args:
+        mode: as configured, in any case; None: what the environment variable
+            ``LMCACHE_MP_TRANSFER_MODE`` says, or auto. It is not asked otherwise, also for auto.
+
+    Raises:
+        ConfigError: no such mode.
+    """
+    chosen = environment.get(MODE_VARIABLE, "auto") if mode is None else mode
+    if chosen.lower() not in MODES:
+        raise ConfigError(f"transfer mode: expected one of {', '.join(MODES)}, got {chosen!r}")
+    return MODES[0] if chosen.lower() == "auto" else chosen.lower()
+
+
+def create_transfer_context(
+    kv_caches: Sequence[KVGroup],
+    mode: str | None = None,
+    *,
+    chunk_tokens: int,
+    part: ShardPart,
+    instance: int,
+    port: CachePort,
+    timeout: float = 2.0,
+    copy_timeout: float = COPY_TIMEOUT,
+    max_programs: int | None = None,
+    observer: Observer | None = None,
+) -> TransferContext:
+    """A context for the cache of an engine; not registered yet.
+
+    Args:
+        kv_caches: the cache by group. Keep the tensors alive until the context is closed.
+        mode: see :func:`transfer_mode`.
+        chunk_tokens: tokens of one chunk.
+        part: which part of the model's cache this worker holds.
+        instance: id of this worker, random, 63 bits.
+        port: the cache.
+        timeout: seconds a request may take that copies nothing.
+        copy_timeout: seconds a copy by the server may take.
+        max_programs: bound on the grid of every GPU kernel.
+        observer: told of every transfer that ends.
+
+    Raises:
+        LayoutError: no group, groups on several devices, tensors that are not what was said of them,
+            or a chunk size that a block size does not divide.
+        ConfigError: no such mode, or one that the device or its memory is not up to.
+        CapacityError: not enough shared memory for the mode lmcache_driven.
+    """
+    chosen = transfer_mode(mode)
+    groups = [group.read() for group in kv_caches]
+    device = one_device(groups)
+    logger.info("transfer context for a cache on %s: %s", device, chosen)
+    if chosen == "engine_driven":
+        return EngineDrivenContext(
+            groups,
+            chunk_tokens=chunk_tokens,
+            shard=lambda layout: part.shard(layout.fingerprint),
+            instance=instance,
+            port=port,
+            timeout=timeout,
+            max_programs=max_programs,
+            observer=observer,
+        )
+    _check_can_be_served(device)
+    return LmcacheDrivenContext(
+        kv_caches,
+        chunk_tokens=chunk_tokens,
+        part=part,
+        instance=instance,
+        port=port,
+        timeout=timeout,
+        copy_timeout=copy_timeout,
+        max_programs=max_programs,
+        observer=observer,
+    )
+
+
+def _check_can_be_served(device: str) -> None:
+    kind = device.split(":", maxsplit=1)[0]
+    remedy = "use the transfer mode engine_driven"
+    try:
+        backend = backend_for(kind)
+    except LayoutError as error:
+        raise ConfigError(f"lmcache_driven on {device}: {error}; {remedy}") from error
+    if not backend.is_available():
+        raise ConfigError(
+            f"lmcache_driven on {device}: its backend {backend.backend_name} is not available; "
+            f"{remedy}"
+        )
