@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from lmcache_kernels.chunk_copy import Layers
     from lmcache_kernels.transfer.moves import Completion, Moved, Mover
 
     from .workload import Workload
@@ -91,10 +92,12 @@ class GatedMover(GpuMover):
         super().__init__(*arguments, device=device, **settings)
         self._gated = device
 
-    def scatter(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
+    def scatter(
+        self, moves: Sequence[ChunkMove], after: Completion | None, layers: Layers | None = None
+    ) -> Moved:
         if isinstance(after, EventCompletion):
             self._gated.gate = after.event
-        return super().scatter(moves, after)
+        return super().scatter(moves, after, layers)
 
 
 @dataclass(frozen=True)

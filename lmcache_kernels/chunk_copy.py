@@ -182,10 +182,24 @@ def cut(
     return parts
 
 
+def check_layers(layers: Layers, groups: Sequence[CacheGroup]) -> int:
+    """The last place in an order of layers.
+
+    Raises:
+        LayoutError: layers that are not those of the groups.
+    """
+    _check_groups(layers, len(groups))
+    return max(
+        max(_turns(order, plane.rows))
+        for order, group in zip(layers, groups, strict=True)
+        for plane in group.planes
+    )
+
+
 def _grains(plan: CopyPlan, config: CopyConfig, layers: Layers | None) -> Iterator[ChunkPart]:
     """The smallest parts: the blocks of one tile of one row."""
-    if layers is not None and len(layers) != plan.groups:
-        raise LayoutError(f"layers: expected one list a group, {plan.groups}, got {len(layers)}")
+    if layers is not None:
+        _check_groups(layers, plan.groups)
     tile = 0
     for leg in plan.legs:
         chunk = leg.dst if plan.chunk_side == "dst" else leg.src
@@ -202,6 +216,11 @@ def _grains(plan: CopyPlan, config: CopyConfig, layers: Layers | None) -> Iterat
                     turn,
                 )
                 tile += tiles
+
+
+def _check_groups(layers: Layers, groups: int) -> None:
+    if len(layers) != groups:
+        raise LayoutError(f"layers: expected one list a group, {groups}, got {len(layers)}")
 
 
 def _turns(layers: Sequence[int], rows: int) -> list[int]:

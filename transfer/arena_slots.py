@@ -79,7 +79,8 @@ class ArenaSlots:
             return ChunkMove(address, blocks)
         reachable = self._all_reachable or self._is_reachable(self._pinned, address)
         cuts = self._pinned.cuts(address, self._payload_bytes)
-        return ChunkMove(address, blocks, cuts, reachable)
+        region = self._pinned.region(address)
+        return ChunkMove(address, blocks, cuts, reachable, region)
 
     def _is_reachable(self, pinned: PinnedRegion, address: int) -> bool:
         """Whether kernels find the payload at its address, once it is registered."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lmcache_kernels.chunk_layout import ChunkLayout
 
 from .lane import Lane
+from .layered_load import LayeredLoad
 from .loading import Load, Loading
 from .movers import mover_for, one_device
 from .moves import copy_block_ids
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
+    from lmcache_kernels.chunk_copy import Layers
     from lmcache_kernels.plane import CacheGroup
 
     from .moves import Mover
@@ -187,18 +189,52 @@ class EngineDrivenContext:
         Raises:
             LayoutError: not one list a group, or too few ids; nothing was submitted.
         """
-        ids = copy_block_ids(block_ids, self.layout, len(digests))
         transfer = Transfer()
+        self._submit_load(transfer, digests, block_ids, skip_first_n_tokens, None)
+        return transfer.result
+
+    def submit_layered_retrieve(
+        self,
+        digests: Sequence[bytes],
+        block_ids: Sequence[Sequence[int]],
+        layers: Sequence[Sequence[int]],
+        *,
+        skip_first_n_tokens: int = 0,
+    ) -> LayeredLoad:
+        """:meth:`submit_retrieve`, first layers first, for an engine that begins with these.
+
+        Args:
+            layers: per group, for each of its layers in the order of its tensors, its place in the
+                order in which the engine needs them.
+
+        Returns:
+            The load: its ``result`` is that of any load, its ``wait_layer`` makes the device wait.
+
+        Raises:
+            LayoutError: see :meth:`submit_retrieve`.
+        """
+        load = LayeredLoad(self._mover)
+        self._submit_load(load, digests, block_ids, skip_first_n_tokens, layers)
+        return load
+
+    def _submit_load(
+        self,
+        transfer: Transfer,
+        digests: Sequence[bytes],
+        block_ids: Sequence[Sequence[int]],
+        skip_tokens: int,
+        layers: Layers | None,
+    ) -> None:
         load = Load(
             transfer,
             list(digests),
-            ids,
-            skip_tokens=skip_first_n_tokens,
+            copy_block_ids(block_ids, self.layout, len(digests)),
+            skip_tokens=skip_tokens,
             after=self._mover.ready(),
             begin_by=time.monotonic() + self._load_patience,
+            layers=layers,
         )
         self._loads.submit(transfer, self._loading.run(load), len(load.digests))
-        return transfer.result
 
     # --- the end ----------------------------------------------------------------------------------
 

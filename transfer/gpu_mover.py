@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -81,6 +82,10 @@ class GpuMover:
         event.record(torch.cuda.current_stream(self._where))
         return EventCompletion(event)
 
+    def join(self, point: Completion) -> None:
+        if isinstance(point, EventCompletion):
+            torch.cuda.current_stream(self._where).wait_event(point.event)
+
     def gather(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
         return self._run(moves, after, storing=True)
 
@@ -90,7 +95,7 @@ class GpuMover:
         if layers is None:
             return self._run(moves, after, storing=False)
         staged = cast("StagedPath", self._at("staged", storing=False))
-        return staged.run_by_layer(moves, after, layers)
+        return replace(staged.run_by_layer(moves, after, layers), note="staged: layer by layer")
 
     def choose(self, moves: Sequence[ChunkMove], *, storing: bool) -> Choice:
         """The path for some moves, and why."""
@@ -111,7 +116,8 @@ class GpuMover:
         self._paths.clear()
 
     def _run(self, moves: Sequence[ChunkMove], after: Completion | None, *, storing: bool) -> Moved:
-        return self._at(self.choose(moves, storing=storing).path, storing).run(moves, after)
+        choice = self.choose(moves, storing=storing)
+        return replace(self._at(choice.path, storing).run(moves, after), note=choice.why)
 
     def _at(self, name: str, storing: bool) -> Path:
         path = self._paths.get((name, storing))

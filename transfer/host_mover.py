@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lmcache_kernels.chunk_copy import pair_planes
+from lmcache_kernels.chunk_copy import check_layers, pair_planes
 from lmcache_kernels.copying import PreparedCopy
 from lmcache_kernels.fingerprint import unsigned
 
@@ -36,6 +36,9 @@ class HostMover:
     def ready(self) -> Completion | None:
         return None
 
+    def join(self, point: Completion) -> None:
+        pass  # what it stands for is over
+
     def gather(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
         return self._move(moves, "dst")
 
@@ -45,10 +48,11 @@ class HostMover:
         after: Completion | None,
         layers: Layers | None = None,
     ) -> Moved:
-        moved = self._move(moves, "src")
         if layers is None:
-            return moved
-        return replace(moved, layers=[(max(map(max, layers)), moved.done)])
+            return self._move(moves, "src")
+        last = check_layers(layers, self._groups)
+        moved = self._move(moves, "src")
+        return replace(moved, layers=[(last, moved.done)])
 
     def _move(self, moves: Sequence[ChunkMove], chunk_side: Side) -> Moved:
         found = [self._move_one(move, chunk_side) for move in moves]

@@ -18,6 +18,7 @@ from lmcache_kernels.errors import Closed, RemoteProtocolError, TransferTimeout
 
 from . import worker
 from .lane import Moves
+from .layered_load import LayeredLoad
 from .messages import CommitRetrieve, LoadSlots, PrepareRetrieve
 from .moves import blocks_of, check_block_ids, leave_out
 from .pacing import paced
@@ -26,6 +27,8 @@ from .worker import pack_digests
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
     from typing import Any
+
+    from lmcache_kernels.chunk_copy import Layers
 
     from .attachment import Attached
     from .lane import Work
@@ -45,6 +48,7 @@ class Load:
         skip_tokens: whose blocks are left alone.
         after: the point behind which the blocks may be written.
         begin_by: monotonic seconds.
+        layers: in which order they are to come, see :class:`~.layered_load.LayeredLoad`.
     """
 
     transfer: Transfer
@@ -53,6 +57,7 @@ class Load:
     skip_tokens: int
     after: Completion | None
     begin_by: float
+    layers: Layers | None = None
 
 
 class Loading:
@@ -122,7 +127,8 @@ class Loading:
                 moves.append(arena.move(place, blocks_of(ids, own.layout, index)))
                 expected.append(stored)
             if moves:
-                moved = self._scatter(load, moves, first=not loaded)
+                last = loaded + len(moves) == len(slots.offsets)
+                moved = self._scatter(load, moves, first=not loaded, last=last)
                 if arena.mapped:
                     yield
                 good, note = _as_expected(moved, expected), moved.note
@@ -135,13 +141,16 @@ class Loading:
                 break
         return loaded, note
 
-    def _scatter(self, load: Load, moves: Sequence[ChunkMove], *, first: bool) -> Moved:
+    def _scatter(self, load: Load, moves: Sequence[ChunkMove], *, first: bool, last: bool) -> Moved:
         if first:
             _check_time(load)
         if not load.transfer.begin():
             raise Closed("the load was stopped before it was complete")
         with self._worker.span(f"scatter {len(moves)} chunks"):
-            return self._worker.mover.scatter(moves, load.after)
+            moved = self._worker.mover.scatter(moves, load.after, load.layers)
+        if isinstance(load.transfer, LayeredLoad):
+            load.transfer.queued(moved, last=last)
+        return moved
 
     def _check_skip(self, skip_tokens: int) -> None:
         for index, group in enumerate(self._worker.groups):

@@ -43,6 +43,8 @@ def mover_for(groups: Sequence[CacheGroup], layout: ChunkLayout, max_programs: i
         return HostMover(groups, layout)
     if not device.startswith("cuda:"):
         raise LayoutError(f"device: expected cpu or cuda, got {device}")
+    from .calibration import kept
     from .gpu_mover import GpuMover
+    from .planner import Planner
 
-    return GpuMover(groups, layout, max_programs=max_programs)
+    return GpuMover(groups, layout, planner=Planner(kept(device)), max_programs=max_programs)

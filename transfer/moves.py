@@ -86,6 +86,10 @@ class Mover(Protocol):
         """A point after everything the caller has queued on the device so far."""
         ...
 
+    def join(self, point: Completion) -> None:
+        """What the caller queues on the device from now on comes after this point."""
+        ...
+
     def gather(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
         """Cache to host."""
         ...

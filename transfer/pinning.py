@@ -112,6 +112,10 @@ class PinnedRegion:
         pieces = self._pieces(address, nbytes)
         return tuple(self._start(number) - address for number in pieces[1:])
 
+    def region(self, address: int) -> int:
+        """The number of the registration that the address lies in, or will."""
+        return self._pieces(address, 1)[0]
+
     def device_address(self, address: int, nbytes: int) -> int | None:
         """Where kernels may read and write this part.
 

@@ -9,6 +9,7 @@ import threading
 from contextlib import ExitStack
 
 import pytest
+import torch
 from cachekit import BY_NAME, make_cache, oracle_chunk
 from lazy_device import LazyDevice
 
@@ -31,10 +32,10 @@ class LazyEngine:
     """An engine whose work is a stream of the device; the context has what it queues there before a
     submit as what the submit comes after, unless it ignores that."""
 
-    def __init__(self, closing, seed, *, ignores_the_engine=False, slice_bytes=512):
+    def __init__(self, closing, seed, *, ignores_the_engine=False, slice_bytes=512, layers=2):
         self.device = LazyDevice(seed)
         self.stream = self.device.stream()
-        self.cache = make_cache(BY_NAME["kv_first_nhd"], blocks=12)
+        self.cache = make_cache(BY_NAME["kv_first_nhd"], layers=layers, blocks=12)
         self._queued = threading.Semaphore(0)
         engine = self
 
@@ -49,8 +50,11 @@ class LazyEngine:
                 engine._queued.release()
                 return moved
 
-            def scatter(self, moves, after):
-                moved = super().scatter(moves, after)
+            def join(self, point):
+                engine.device.wait(engine.stream, point.event)
+
+            def scatter(self, moves, after, layers=None):
+                moved = super().scatter(moves, after, layers)
                 engine._queued.release()
                 return moved
 
@@ -135,3 +139,29 @@ def test_fault_b06_blocks_are_free_after_a_flush_while_the_link_is_still_busy(ma
     assert transfer.result.result(WAIT) == 2
     assert engine.load(digests, [8, 9, 10, 11]) == 2
     assert set(oracle_chunk(engine.cache, [8, 9, 10, 11]).tolist()) == {1}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_engine_uses_each_layer_of_a_layered_load_when_it_is_there(make, seed):
+    """What it queues after waiting for a layer finds that layer's content, whatever else is late."""
+    engine = make(seed, layers=4)
+    engine.cache.fill_random(seed)
+    digests = [secrets.token_bytes(32) for _ in range(2)]
+    transfer = engine.store(digests, [0, 1, 2, 3])
+    engine.device.settle()
+    assert transfer.result.result(WAIT) == 2
+    order = [2, 0, 3, 1]
+    load = engine.context.submit_layered_retrieve(digests, [[8, 9, 10, 11]], [order])
+    seen = {}
+    for place in range(4):
+        layer = order.index(place)
+        assert load.wait_layer(place, WAIT)
+        tensor = engine.cache.tensors[layer].view(torch.int16)
+
+        def forward(layer=layer, tensor=tensor):
+            seen[layer] = torch.equal(tensor[:, 8:12], tensor[:, 0:4])
+
+        engine.device.run(engine.stream, forward)
+    engine.device.settle()
+    assert load.result.result(WAIT) == 2
+    assert seen == dict.fromkeys(range(4), True)

@@ -12,12 +12,13 @@ import torch
 from cachekit import BY_NAME, make_cache, oracle_chunk, untouched_outside
 from gate_port import GatePort
 
-from lmcache_kernels.errors import CapacityError
+from lmcache_kernels.errors import CapacityError, LayoutError
 from lmcache_kernels.transfer import inline_slots, registration
 from lmcache_kernels.transfer.arena import Arena
 from lmcache_kernels.transfer.context import EngineDrivenContext
 from lmcache_kernels.transfer.embedded import EmbeddedCache
 from lmcache_kernels.transfer.keys import shard_id
+from lmcache_kernels.transfer.layered_load import LayeredLoad
 from lmcache_kernels.transfer.messages import CommitStore, PrepareStore, Register
 from lmcache_kernels.transfer.movers import mover_for
 from lmcache_kernels.transfer.slot_header import HEADER_BYTES
@@ -190,3 +191,50 @@ def test_fault_b03_transfers_back_to_back_through_memory_that_is_not_pinned(
     assert torch.equal(
         oracle_chunk(cache, list(range(24, 48))), oracle_chunk(cache, list(range(24)))
     )
+
+
+def layered(context, digests, ids, layers=((0, 1),)):
+    return context.submit_layered_retrieve(digests, [ids], layers)
+
+
+def test_a_layered_load_brings_what_any_load_brings(device, context_of):
+    cache = make_cache(BY_NAME["kv_first_nhd"], blocks=20, device=device)
+    cache.fill_random(3)
+    context = context_of(cache)
+    digests = names(4)
+    store(context, digests, list(range(8)))
+    load = layered(context, digests, list(range(8, 16)), [[1, 0]])
+    assert all(load.wait_layer(place, WAIT) for place in (0, 1))
+    assert load.result.result(WAIT) == 4
+    assert torch.equal(oracle_chunk(cache, list(range(8, 16))), oracle_chunk(cache, list(range(8))))
+
+
+def test_a_layered_load_of_what_is_not_there_lets_the_engine_go_on(device, context_of):
+    cache = make_cache(BY_NAME["kv_first_nhd"], blocks=8, device=device)
+    context = context_of(cache)
+    load = layered(context, names(1), [0, 1])
+    assert load.wait_layer(0, WAIT)
+    assert load.wait_layer(1, WAIT)
+    assert load.result.result(WAIT) == 0
+
+
+def test_layers_that_are_not_those_of_the_cache_fail_the_load(device, context_of):
+    cache = make_cache(BY_NAME["kv_first_nhd"], blocks=8, device=device)
+    cache.fill_random(4)
+    context = context_of(cache)
+    digests = names(1)
+    store(context, digests, [0, 1])
+    for layers in ([], [[0, 1], [2, 3]], [[]], [[0, 1, 2]]):
+        load = layered(context, digests, [4, 5], layers)
+        with pytest.raises(LayoutError, match="layers"):
+            load.result.result(WAIT)
+        assert load.wait_layer(0, WAIT)
+    assert layered(context, digests, [4, 5]).result.result(WAIT) == 1
+
+
+def test_a_layer_that_does_not_come_is_waited_for_so_long_and_no_longer(device, context_of, port):
+    cache = make_cache(BY_NAME["kv_first_nhd"], blocks=8, device=device)
+    load = LayeredLoad(context_of(cache)._mover)
+    assert not load.wait_layer(0, 0.01)
+    load.result.set_exception(CapacityError("no"))
+    assert load.wait_layer(0, 0.01)

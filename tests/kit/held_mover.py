@@ -69,7 +69,7 @@ class HeldMover:
     def gather(self, moves, after):
         return self._queue("store", moves, self._host.gather)
 
-    def scatter(self, moves, after):
+    def scatter(self, moves, after, layers=None):
         return self._queue("load", moves, self._host.scatter)
 
     def _queue(self, direction, moves, run):

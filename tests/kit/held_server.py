@@ -143,7 +143,7 @@ def main(settings):
             def gather(self, moves, after):
                 return self._halt("gather", moves)
 
-            def scatter(self, moves, after):
+            def scatter(self, moves, after, layers=None):
                 return self._halt("scatter", moves)
 
             def _halt(self, direction, moves):

@@ -286,6 +286,21 @@ def test_a_successor_is_not_told_of_an_old_ticket(rig):
         rig.port.inner = rig.server
 
 
+def test_what_is_still_copied_can_neither_be_published_nor_given_to_others(rig):
+    """Tickets are easily guessed."""
+    digests = names(2)
+    rig.mover.hold()
+    transfer = rig.store(digests, [0, 1, 2, 3])
+    rig.mover.wait_queued(1)
+    for ticket in range(20):
+        for message in (CommitStore, AbortStore):
+            assert rig.ask(message(instance=rig.instance, ticket=ticket)) == "unknown_ticket"
+    assert rig.found(digests) == 0
+    assert rig.server.stats()["writing"] == 2
+    rig.let_go()
+    assert transfer.result.result(WAIT) == 2
+
+
 # --- loads ----------------------------------------------------------------------------------------
 
 
