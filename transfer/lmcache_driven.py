@@ -30,6 +30,7 @@ from .movers import one_device
 from .moves import Over, copy_block_ids
 from .observer import Guarded, NullObserver
 from .recorded_events import recorded_events
+from .request_checks import MAX_TRANSFERS
 from .served_registration import ServedRegistration
 from .sharing.wrapping import wrap_kv_caches
 from .store_transfer import StoreTransfer, Transfer
@@ -170,7 +171,8 @@ class LmcacheDrivenContext:
         with self._changed:
             numbers = [self._open[one].number for one in begun if one in self._open]
         if numbers:
-            self._port.request(Settle(instance=self._instance, transfers=numbers), self._timeout)
+            message = Settle(instance=self._instance, transfers=numbers[:MAX_TRANSFERS])
+            self._port.request(message, self._timeout)  # only sooner over with it, so not awaited
         for transfer in begun:
             if not transfer.wait_read(max(0.0, end - time.monotonic())):
                 transfer.discard()
@@ -326,10 +328,12 @@ class LmcacheDrivenContext:
                     self._end(asked, error)
             left = [one for one in left if one[0].incarnation not in ended]
 
-    def _is_settled(self, numbers: list[int], give_up_at: float) -> bool:
-        message = Settle(instance=self._instance, transfers=numbers)
+    def _is_settled(self, numbers: Sequence[int], give_up_at: float) -> bool:
         try:
-            ask(self._port, message, Done, max(0.0, give_up_at - time.monotonic()))
+            for start in range(0, len(numbers), MAX_TRANSFERS):
+                some = list(numbers[start : start + MAX_TRANSFERS])
+                message = Settle(instance=self._instance, transfers=some)
+                ask(self._port, message, Done, max(0.0, give_up_at - time.monotonic()))
             return True
         except KVTransferError as lost:
             logger.debug("not settled: %s", lost)

@@ -30,25 +30,29 @@ class ConnectorConfig:
         chunk_size: tokens of one chunk; must equal the server's and be a multiple of every block
             size of the model.
         load_async: load between steps while other requests run, rather than inside the step.
+        layerwise: with ``load_async`` off, the step begins with the first layers while the others are
+            still being loaded. vLLM then cannot replay a step as one CUDA graph.
         lookup_timeout: seconds until a lookup counts as a miss.
         request_timeout: seconds a single request of a transfer may take.
         connect_timeout: seconds the engine's start waits for the server before it goes on without.
         heartbeat_interval: seconds between pings.
         model_name: names the weights instead of their path and files; empty for the latter.
         max_programs: bound on the grid of the GPU kernels, which the model's kernels share the
-            multiprocessors with; 0 for none.
+            multiprocessors with; 0 for none. Without a bound they are over soonest, which was seen to
+            disturb decoding least.
     """
 
     host: str = "tcp://localhost"
     port: int = 5555
     chunk_size: int = 256
     load_async: bool = True
+    layerwise: bool = False
     lookup_timeout: float = 0.5
     request_timeout: float = 2.0
     connect_timeout: float = 1.5
     heartbeat_interval: float = 10.0
     model_name: str = ""
-    max_programs: int = 16
+    max_programs: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -61,6 +65,11 @@ class ConnectorConfig:
             raise ConfigError(f"{PREFIX}max_programs: expected >= 0, got {self.max_programs}")
         if self.chunk_size < 1:
             raise ConfigError(f"{PREFIX}chunk_size: expected >= 1 token, got {self.chunk_size}")
+
+    @property
+    def loads_by_layer(self) -> bool:
+        """Whether a step may begin before all it loads is there."""
+        return self.layerwise and not self.load_async
 
     @property
     def url(self) -> str:

@@ -35,7 +35,7 @@ from lmcache_kernels.transfer.context import EngineDrivenContext
 from .config import PREFIX, ConnectorConfig
 from .identity import kv_dtype, model_identity, slice_of_engine
 from .jobs import StepJobs, StepReport
-from .layouts import describe_groups, group_shapes
+from .layouts import comes_by_layer, describe_groups, group_shapes
 from .scheduler import SchedulerSide
 from .tracker import fails_whole
 from .worker import WorkerSide
@@ -114,6 +114,10 @@ class LMCacheKernelsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
     def requires_kv_delivery(self) -> bool:
         return False  # a store that did not happen is a miss later, nothing else
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return ConnectorConfig.from_extra(extra_config).loads_by_layer
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
@@ -188,7 +192,12 @@ class LMCacheKernelsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
             pages_per_block(shape.block_tokens, group.block_tokens)
             for shape, group in zip(self._groups, groups, strict=True)
         ]
-        self._worker = WorkerSide(context, writer=held.writer, pages=pages)
+        self._worker = WorkerSide(
+            context,
+            writer=held.writer,
+            pages=pages,
+            layers=layers if self._config.loads_by_layer and comes_by_layer(groups) else None,
+        )
         try:
             context.register()
         except KVTransferError as error:
@@ -206,7 +215,8 @@ class LMCacheKernelsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
             self._worker.start_loads(self._jobs())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        pass  # synchronous loads are complete when start_load_kv returns
+        if self._worker is not None:
+            self._worker.wait_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any

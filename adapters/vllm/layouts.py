@@ -96,6 +96,11 @@ def describe_groups(
     return [group for group, _ in described], [layers for _, layers in described]
 
 
+def comes_by_layer(groups: Sequence[CacheGroup]) -> bool:
+    """Whether rows tell layers apart: not where unlike layers of a group have planes of their own."""
+    return all(len(group.planes) == 1 for group in groups)
+
+
 def _layer_specs(group: Any) -> dict[str, Any]:
     spec = group.kv_cache_spec
     per_layer = getattr(spec, "kv_cache_specs", None)

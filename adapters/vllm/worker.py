@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from lmcache_kernels.transfer.context import EngineDrivenContext
+    from lmcache_kernels.transfer.layered_load import LayeredLoad
     from lmcache_kernels.transfer.store_transfer import StoreTransfer
 
     from .jobs import LoadJob, StepJobs, StoreJob
 
 logger = logging.getLogger(__name__)
+
+LAYER_TIMEOUT = 10.0
+"""Seconds that a step waits for one layer. What it made of a layer that came later is thrown away, for the
+load is waited for to its end when the step is over, and it failed."""
+
+
+def places_of(layers: Sequence[Sequence[str]]) -> dict[str, int]:
+    """When a step needs each layer: by the numbers in its name, as the models of vLLM are built."""
+    names = [name for group in layers for name in group]
+    ordered = sorted(names, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
+    return {name: place for place, name in enumerate(ordered)}
 
 
 class WorkerSide:
@@ -30,6 +43,8 @@ class WorkerSide:
         writer: whether this worker stores; ranks that hold copies of the same heads do not.
         pages: per group, pages of the context that make one of the engine's blocks; the attention
             kernel may cut blocks into smaller ones.
+        layers: per group its layers by name, in the order of their rows, for synchronous loads that
+            come layer by layer; None where a load is waited for before the step begins.
         fence_timeout: seconds a step waits for the gather of a store whose blocks it overwrites.
     """
 
@@ -39,6 +54,7 @@ class WorkerSide:
         *,
         writer: bool,
         pages: Sequence[int],
+        layers: Sequence[Sequence[str]] | None = None,
         fence_timeout: float = 5.0,
     ) -> None:
         self._context = context
@@ -50,6 +66,9 @@ class WorkerSide:
         self._loads: dict[int, tuple[LoadJob, Future[int]]] = {}
         self._report = StepReport()
         self._bad_blocks: set[int] = set()
+        self._places = places_of(layers or ())
+        self._order = [[self._places[name] for name in group] for group in layers or ()]
+        self._layered: list[tuple[LoadJob, LayeredLoad]] = []
 
     def fence(self, step: StepJobs) -> None:
         """Before the step runs: the gathers it would spoil are over, or stopped."""
@@ -64,10 +83,40 @@ class WorkerSide:
         """Start the step's loads; synchronous ones are done on return. Take note of its stores."""
         self._ordered += step.stores
         for job in step.loads:
+            if job.synchronous and self._order and self._start_layered(job):
+                continue
             future = self._start_load(job)
             self._loads[job.job_id] = (job, future)
             if job.synchronous:
                 self._finish_load(job, future)
+
+    def _start_layered(self, job: LoadJob) -> bool:
+        try:
+            load = self._context.submit_layered_retrieve(
+                job.digests, self._pages_of(job), self._order, skip_first_n_tokens=job.skip_tokens
+            )
+        except Exception as error:  # whatever it was, the plain load will say
+            logger.debug("load %d does not come by layers: %s", job.job_id, error)
+            return False
+        self._loads[job.job_id] = (job, load.result)
+        self._layered.append((job, load))
+        return True
+
+    def wait_layer(self, name: str) -> None:
+        """Inside the step, before the layer: what is queued next finds what is loaded for it."""
+        place = self._places.get(name)
+        if place is None:
+            return
+        for job, load in self._layered:
+            if not load.wait_layer(place, LAYER_TIMEOUT):
+                logger.warning("load %d: layer %s took over %g s", job.job_id, name, LAYER_TIMEOUT)
+
+    def _finish_layered(self) -> None:
+        """When the step is over: how its loads by layers ended."""
+        layered, self._layered = self._layered, []
+        for job, load in layered:
+            if job.job_id in self._loads:
+                self._finish_load(job, load.result)
 
     def _start_load(self, job: LoadJob) -> Future[int]:
         try:
@@ -81,6 +130,7 @@ class WorkerSide:
 
     def start_stores(self) -> None:
         """After the step's work was queued: start its stores."""
+        self._finish_layered()
         self._start_ordered()
 
     def _give_up(self, job: StoreJob, fenced: list[int]) -> bool:
@@ -104,6 +154,7 @@ class WorkerSide:
 
     def poll(self) -> tuple[set[str], set[str]]:
         """(requests whose asynchronous load ended, those of them whose load failed)."""
+        self._finish_layered()
         for job_id, transfer in list(self._stores.items()):
             if transfer.result.done():
                 del self._stores[job_id]

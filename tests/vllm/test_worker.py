@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 
 import pytest
 import torch
 from cachekit import BY_NAME, make_cache, oracle_chunk, untouched_outside
+from held_mover import HeldMover
 
 from lmcache_kernels.adapters.vllm.jobs import LoadJob, StepJobs, StoreJob
-from lmcache_kernels.adapters.vllm.worker import WorkerSide
+from lmcache_kernels.adapters.vllm.worker import WorkerSide, places_of
 from lmcache_kernels.ids import ABSENT
 from lmcache_kernels.transfer.context import EngineDrivenContext
 from lmcache_kernels.transfer.embedded import EmbeddedCache
@@ -37,16 +39,17 @@ def pages():
 def make(cache, pages):
     contexts = []
 
-    def build(*, writer=True, per_block=1):
+    def build(*, writer=True, per_block=1, mover=None, layers=None):
         context = EngineDrivenContext(
             [group_of(pages.tensors, pages.axes)],
             chunk_tokens=CHUNK,
             shard=lambda layout: shard_id(layout.fingerprint, index=0, count=1),
             instance=secrets.randbits(63),
             port=cache,
+            mover=mover,
         )
         contexts.append(context)
-        return WorkerSide(context, writer=writer, pages=[per_block])
+        return WorkerSide(context, writer=writer, pages=[per_block], layers=layers)
 
     yield build
     for context in contexts:
@@ -217,3 +220,105 @@ def test_fault_a05_blocks_that_the_attention_kernel_cuts_into_pages(make, pages)
     worker.start_loads(loads((4, "r", names(2), [[ABSENT, 5]], 0)))
     worker.poll()
     assert worker.take_bad_blocks() == {5}
+
+
+LAYERS = [["model.layers.0.attn", "model.layers.1.attn"]]
+WAIT = 30.0
+
+
+class LayerByLayer(HeldMover):
+    """Holds what is queued; a load's layers are there when the test says so."""
+
+    def __init__(self, groups, layout):
+        super().__init__(groups, layout)
+        self.joined = []
+        self.orders = []
+
+    def scatter(self, moves, after, layers=None):
+        self.orders.append(layers)
+        moved = super().scatter(moves, after)
+        if layers is None:
+            return moved
+        return replace(moved, layers=[(0, "layer 0"), (1, "layer 1")])
+
+    def join(self, point):
+        self.joined.append(point)
+
+
+@pytest.fixture
+def layered(make):
+    """A worker whose synchronous loads come by layers, and its mover."""
+    movers = []
+
+    def mover(groups, layout):
+        movers.append(LayerByLayer(groups, layout))
+        return movers[-1]
+
+    worker = make(mover=mover, layers=LAYERS)
+    return worker, movers[0]
+
+
+def stored(worker, digests, ids):
+    run_stores(worker, stores((1, digests, [ids])))
+    worker._stores[1].result.result(WAIT)
+    worker.poll()
+    worker.take_report()
+
+
+def test_a_step_begins_with_the_first_layers_of_a_synchronous_load(layered, pages):
+    worker, mover = layered
+    digests = names(2)
+    stored(worker, digests, [0, 1, 2, 3])
+    mover.hold()
+    worker.start_loads(loads((2, "a", digests, [[8, 9, 10, 11]], 0), synchronous=True))
+    worker.wait_layer(LAYERS[0][0])
+    assert mover.joined == ["layer 0"]
+    worker.wait_layer(LAYERS[0][1])
+    assert mover.joined == ["layer 0", "layer 1"]
+    assert mover.orders == [[[0, 1]]]
+    assert not worker.take_report()
+    mover.let_go()
+    worker.start_stores()
+    assert worker.take_report().over == {2: 1}
+    assert worker.take_bad_blocks() == set()
+    assert torch.equal(oracle_chunk(pages, [8, 9, 10, 11]), oracle_chunk(pages, [0, 1, 2, 3]))
+
+
+def test_a_layered_load_that_ends_early_names_the_blocks_when_the_step_is_over(layered):
+    worker, _ = layered
+    digests = names(2)
+    stored(worker, digests[:1], [0, 1])
+    worker.start_loads(loads((2, "a", digests, [[8, 9, 10, 11]], 0), synchronous=True))
+    worker.wait_layer(LAYERS[0][0])
+    assert worker.poll() == (set(), set())
+    assert worker.take_bad_blocks() == {10, 11}
+    assert worker.take_report().failed == {2}
+
+
+def test_layers_that_no_load_is_about_and_steps_without_loads_wait_for_nothing(layered):
+    worker, mover = layered
+    worker.wait_layer(LAYERS[0][0])
+    worker.start_loads(StepJobs())
+    worker.wait_layer("another.layer.7")
+    worker.start_stores()
+    assert mover.joined == []
+
+
+def test_asynchronous_loads_do_not_come_by_layers(layered):
+    worker, mover = layered
+    digests = names(1)
+    stored(worker, digests, [0, 1])
+    worker.start_loads(loads((2, "a", digests, [[8, 9]], 0)))
+    worker.wait_layer(LAYERS[0][0])
+    mover.wait_queued(2)
+    assert mover.orders == [None]
+    assert mover.joined == []
+
+
+def test_layers_are_needed_in_the_order_of_the_numbers_in_their_names():
+    groups = [["m.layers.10.attn", "m.layers.2.attn"], ["m.layers.9.attn"]]
+    assert places_of(groups) == {
+        "m.layers.2.attn": 0,
+        "m.layers.9.attn": 1,
+        "m.layers.10.attn": 2,
+    }
