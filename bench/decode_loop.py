@@ -1,7 +1,7 @@
 """How much longer a step of an engine takes while transfers fill the link, one way and both.
 
-Three loops: a decode step with seven products a layer and one with four, both limited by memory, and a
-large matrix product, limited by arithmetic. Each is timed alone, beside the library's transfers and beside LMCache's staged path, in turn, and what was
+Two loops: a decode step, limited by memory, and a large matrix product, limited by arithmetic. Each is
+timed alone, beside the library's transfers and beside LMCache's staged path, in turn, and what was
 copied meanwhile stands beside each time.
 """
 
@@ -47,11 +47,7 @@ ROUNDS = 8
 MODES = {**{direction: (direction,) for direction in DIRECTIONS}, BOTH: DIRECTIONS}
 """Which directions are filled."""
 
-PARTS: dict[str, Callable[[str], Steps]] = {
-    "decode": partial(decode_steps, joined=False),
-    "decode_joined": decode_steps,
-    "gemm": gemm_steps,
-}
+PARTS: dict[str, Callable[[str], Steps]] = {"decode": decode_steps, "gemm": gemm_steps}
 
 
 def run(part: str, rig: Rig) -> list[Row]:

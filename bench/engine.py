@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import decode_loop, latency, link, submit_cost, two_way
+from . import decode_loop, latency, layers, link, submit_cost, two_way
 from .rig import Rig
 from .timing import DeviceClock
 
@@ -25,6 +25,7 @@ PARTS: dict[str, Callable[[Rig], list[Row]]] = {
     link.PART: link.run,
     two_way.PART: two_way.run,
     **{part: partial(decode_loop.run, part) for part in decode_loop.PARTS},
+    layers.PART: layers.run,
     latency.PART: latency.run,
     submit_cost.PART: submit_cost.run,
 }

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 LLAMA_8B_SHAPES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 """Inputs and outputs of a layer's products: q, k and v; attention's output; gate and up; down."""
 
-LAYERS, BATCH, HEAD_DIM = 32, 32, 128
-CONTEXT_TOKENS = 128
-"""That each request of the batch attends to: 0.5 GiB of K and V."""
-
+LAYERS, BATCH = 32, 32
 GEMM_SIZE = 8192
 LEAD_CYCLES = 10 * IDLE_CYCLES
 """For which the device waits, about 10 ms, so that a window is queued before it begins."""
@@ -43,66 +40,23 @@ class Steps:
 
 
 def decode_steps(
-    device: str,
-    layers: int = LAYERS,
-    shapes: Sequence[tuple[int, int]] = LLAMA_8B_SHAPES,
-    context: int = CONTEXT_TOKENS,
-    head_dim: int = HEAD_DIM,
-    joined: bool = True,
+    device: str, layers: int = LAYERS, shapes: Sequence[tuple[int, int]] = LLAMA_8B_SHAPES
 ) -> Steps:
-    """A decode step of Llama-3-8B: its products, norms, attention and activation.
-
-    Every weight, and the K and V of every token of the context, are read once a step.
-
-    Args:
-        joined: q, k and v are one product, and gate and up are; False: five, as checkpoints have
-            them.
-    """
-    (hidden, qkv), (width, _), (_, gate_up), _ = shapes
-    heads, kv_heads = width // head_dim, (qkv - width) // 2 // head_dim
+    """The matrix products of a decode step of Llama-3-8B: every weight is read once a step."""
     weights = [
-        [
-            torch.randn(outputs, inputs, dtype=torch.bfloat16, device=device) / sqrt(inputs)
-            for inputs, outputs in shapes
-        ]
+        torch.randn(outputs, inputs, dtype=torch.bfloat16, device=device) / sqrt(inputs)
         for _ in range(layers)
+        for inputs, outputs in shapes
     ]
-    cache = torch.randn(
-        layers, 2, BATCH, kv_heads, context, head_dim, dtype=torch.bfloat16, device=device
-    )
-    scale = torch.ones(hidden, dtype=torch.bfloat16, device=device)
-    tokens = torch.randn(BATCH, hidden, dtype=torch.bfloat16, device=device)
-    if not joined:
-        weights = [
-            [
-                *into_heads.split((width, kv_heads * head_dim, kv_heads * head_dim)),
-                out_of_heads,
-                *up.split(gate_up // 2),
-                down,
-            ]
-            for into_heads, out_of_heads, up, down in weights
-        ]
-    linear, norm = torch.nn.functional.linear, torch.nn.functional.rms_norm
+    tokens = torch.randn(BATCH, shapes[0][0], dtype=torch.bfloat16, device=device)
 
     def run() -> None:
-        state = tokens
-        for layer, (keys, values) in zip(weights, cache, strict=True):
-            *into_heads, out_of_heads = layer[: -2 if joined else -3]
-            *up, down = layer[-2 if joined else -3 :]
-            normed = norm(state, (hidden,), scale)
-            query, *_ = [linear(normed, weight) for weight in into_heads]
-            query = query[:, :width]
-            # The queries of a K/V head stand where a prefill has tokens.
-            query = query.reshape(BATCH, kv_heads, heads // kv_heads, head_dim)
-            found = torch.nn.functional.scaled_dot_product_attention(query, keys, values)
-            state = state + linear(found.reshape(BATCH, width), out_of_heads)
-            normed = norm(state, (hidden,), scale)
-            ups = [linear(normed, weight) for weight in up]
-            gate, rest = ups if len(ups) > 1 else ups[0].split(gate_up // 2, dim=1)
-            state = state + linear(torch.nn.functional.silu(gate) * rest, down)
+        hidden = tokens
+        for weight in weights:
+            hidden = torch.nn.functional.linear(hidden[:, : weight.shape[1]], weight)
 
-    nbytes = sum(weight.numel() for layer in weights for weight in layer) + cache.numel()
-    return Steps(run, nbytes * cache.element_size(), graph_steps=8)
+    nbytes = sum(weight.numel() * weight.element_size() for weight in weights)
+    return Steps(run, nbytes, graph_steps=8)
 
 
 def gemm_steps(device: str, size: int = GEMM_SIZE) -> Steps:

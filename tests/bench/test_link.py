@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench import link, two_way
+from bench import layers, link, two_way
 from bench.cases import CASES
 from bench.options import Options
 from bench.plain_link import PlainLink
@@ -126,3 +126,11 @@ def test_the_kernels_benchmark_still_sets_up_on_the_device(tiny_trial):
         3,
         256 // tiny_trial.case.block_tokens * tiny_trial.case.block_bytes,
     )
+
+
+def test_a_load_by_layers_becomes_a_row(rig, tiny_trial, make_document):
+    row = layers.measure_layers(replace(tiny_trial, direction="scatter"), rig)
+    assert row.bit_exact
+    assert set(row.seconds) == {"ours", "last_layer", "whole"}
+    assert problems(make_document(row)) == []
+    assert "layer 0" in layers.line(row)

@@ -83,6 +83,20 @@ def test_more_is_never_expected_to_be_quicker(run, count, more, path):
     assert less <= planner.seconds(path, Job(True, run, int(count * more))) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("storing", [True, False])
+def test_fault_j04_no_path_is_much_slower_than_another_that_may_be_taken(storing):
+    """No size is a border by itself: what a machine was seen to do decides, and settings override."""
+    planner = Planner(USUAL)
+    for power in range(10, 21):
+        for count in (1, 4, 16, 64, 256, 1024, 4096):
+            job = Job(storing, 1 << power, count)
+            chosen = planner.seconds(planner.choose(job, ALL).path, job)
+            assert chosen <= 1.5 * min(planner.allowed(job, ALL).values())
+    other = machine(staged=lambda run, count: 1.0, batch=lambda run, count: 2.0 * run / 4096)
+    assert Planner(other).choose(Job(storing, 1024, 64), ALL).path == "batch"
+    assert Planner(other).choose(Job(storing, 1 << 14, 64), ALL).path == "staged"
+
+
 def test_a_machine_that_was_not_measured_gets_the_staged_path():
     for samples in (None, [], machine(direct=lambda run, count: 1e-6)):
         choice = Planner(samples).choose(Job(False, 4096, 100), ALL)
