@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from hybridkit import BLOCKS, block_bytes, gemma, qwen3_next
 from lazy_device import LazyDevice
 
 from lmcache_kernels.chunk_layout import ChunkLayout
@@ -14,47 +15,18 @@ from lmcache_kernels.ids import ABSENT
 from lmcache_kernels.transfer.gpu_mover import GpuMover
 from lmcache_kernels.transfer.moves import ChunkMove
 from lmcache_kernels.transfer.planner import PATHS
-from lmcache_kernels.views import group_of, opaque_group_of
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
 )
 
 CHUNK_TOKENS = 32
-BLOCKS = 24
-
-
-def attention(layers, *, heads, dim, tokens=4):
-    return [torch.randn(2, BLOCKS, tokens, heads, dim, dtype=torch.float16) for _ in range(layers)]
-
-
-def states(layers):
-    return [
-        [torch.randn(BLOCKS, 3, 24, dtype=torch.float16), torch.randn(BLOCKS, 2, 4, 8)]
-        for _ in range(layers)
-    ]
-
-
-def gemma():
-    """One layer with full attention after two with a window, of other heads."""
-    window, full = attention(4, heads=1, dim=8), attention(2, heads=2, dim=16)
-    groups = [group_of(one, "kv block token head dim") for one in (window, full)]
-    return [window, full], groups, [[0, 1, 3, 4], [2, 5]]
-
-
-def qwen3_next():
-    """One layer with attention after three with states; a block of either has as many tokens."""
-    state, full = states(3), attention(1, heads=1, dim=16, tokens=16)
-    groups = [
-        opaque_group_of(state, 16, "gdn conv=3x24 temporal=2x4x8"),
-        group_of(full, "kv block token head dim"),
-    ]
-    return [state, full], groups, [[0, 1, 2], [3]]
 
 
 class Rig:
     def __init__(self, model, path="staged", seed=0):
-        self.caches, self.groups, self.layers = model()
+        self.caches, groups, self.layers = model()
+        self.groups = [group.read() for group in groups]
         self.layout = ChunkLayout.of(self.groups, CHUNK_TOKENS)
         self.device = LazyDevice(seed)
         self.mover = GpuMover(
@@ -76,10 +48,7 @@ class Rig:
         return moved.fingerprints()
 
     def block(self, group, layer, block):
-        """Bytes of a block of a layer."""
-        cache = self.caches[group][layer]
-        parts = cache if isinstance(cache, list) else [cache.movedim(0, 1)]
-        return b"".join(part[block].contiguous().numpy().tobytes() for part in parts)
+        return block_bytes(self.caches, group, layer, block)
 
     def same(self, group, layer, left_out=()):
         return all(

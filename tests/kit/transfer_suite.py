@@ -10,11 +10,13 @@ import os
 import secrets
 import signal
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
 from arena_tools import damage_headers, flip_payload_bit
 from cachekit import BY_NAME, LAYOUTS, make_cache, oracle_chunk, untouched_outside
+from hybridkit import block_bytes, gemma, qwen3_next
 
 from lmcache_kernels.adapters.messaging.client import CacheClient
 from lmcache_kernels.adapters.messaging.connect import connect
@@ -73,6 +75,38 @@ def store(context, digests, ids):
 
 def load(context, digests, ids, **options):
     return context.submit_retrieve(digests, [ids], **options).result(WAIT)
+
+
+@pytest.mark.parametrize(
+    "model", [gemma, partial(qwen3_next, tokens=8)], ids=["gemma", "qwen3_next"]
+)
+def test_hybrid_models_come_back_bit_exact(model, device, connected):
+    """Groups of unlike blocks, heads and states; blocks outside a window are left alone."""
+    caches, groups, _ = model(device)
+    context = connected(groups)
+    counts = [2 * count for count in context.layout.blocks_per_chunk]
+    here = [list(range(count)) for count in counts]
+    there = [list(range(2 * count, count, -1)) for count in counts]
+    digests = names(2)
+    expected = [
+        [block_bytes(caches, group, layer, block) for block in here[group]]
+        for group in range(2)
+        for layer in range(len(caches[group]))
+    ]
+    assert context.submit_store(digests, here).result.result(WAIT) == 2
+    null = there[0][0]
+    before = [block_bytes(caches, 0, layer, null) for layer in range(len(caches[0]))]
+    window = [ABSENT, *there[0][1:]]
+    assert context.submit_retrieve(digests, [window, there[1]]).result(WAIT) == 2
+    found = [
+        [block_bytes(caches, group, layer, block) for block in there[group]]
+        for group in range(2)
+        for layer in range(len(caches[group]))
+    ]
+    for layer, was in enumerate(before):
+        assert found[layer][0] == was
+        found[layer][0] = expected[layer][0]
+    assert found == expected
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
