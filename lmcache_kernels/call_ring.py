@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from .cuda_runtime import quick
+from .cuda_runtime import forget_error, new_stream, quick
 from .errors import TransferFailed
 
 WORD_BYTES = 4
@@ -28,7 +28,7 @@ class CallRing:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.lock = threading.Lock()
         self._stream = stream
-        self._uploads = torch.cuda.Stream(stream.device)
+        self._uploads = new_stream(stream.device)
         self._uploaded = torch.cuda.Event()
         self._uploaded.record(self._uploads)  # torch makes an event when it is first recorded
         self._retired: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]] = []
@@ -69,6 +69,7 @@ class CallRing:
             or runtime.wait(self._stream.cuda_stream, uploaded, 0)
         )
         if code:
+            forget_error()
             raise TransferFailed(f"CUDA refused to upload the ids of a copy: error {code}")
         return there
 

@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .errors import TransferFailed
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _ADDRESS, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+_NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it, nor it for that
+_LOWEST_PRIORITY = 0
 _ANY_DIRECTION = 4  # cudaMemcpyDefault: the addresses say which
 
 
@@ -64,6 +68,35 @@ def _calls(library: ctypes.CDLL) -> QueueCalls:
         record=_typed(library, "EventRecord", _ADDRESS, _ADDRESS),
         wait=_typed(library, "StreamWaitEvent", _ADDRESS, _ADDRESS, ctypes.c_uint),
     )
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of the lowest priority that nobody else has; the device must be the current one.
+
+    torch has 32 streams a device and hands them out again and again, so one of its may be one of the
+    engine's.
+
+    Raises:
+        TransferFailed: CUDA refuses.
+    """
+    handle = _ADDRESS()
+    create = _typed(
+        cuda_runtime(),
+        "StreamCreateWithPriority",
+        ctypes.POINTER(_ADDRESS),
+        ctypes.c_uint,
+        ctypes.c_int,
+    )
+    code = create(ctypes.byref(handle), _NON_BLOCKING, _LOWEST_PRIORITY)
+    if code:
+        forget_error()
+        raise TransferFailed(f"no stream on {device}: CUDA error {code}")
+    return torch.cuda.ExternalStream(handle.value, device)
+
+
+def forget_error() -> None:
+    """CUDA keeps the error of a failed call for whoever asks next: a kernel launch, maybe."""
+    _typed(cuda_runtime(), "GetLastError")()
 
 
 def _typed(library: ctypes.CDLL, name: str, *types: Any) -> Callable[..., int]:

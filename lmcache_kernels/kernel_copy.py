@@ -206,7 +206,8 @@ class KernelCopy:
         return memoryview(array("i", words)), at, tiles
 
     def __del__(self) -> None:
-        if sys.is_finalizing() or getattr(self, "_index", None) is None:
+        # At the very end the module's own names are gone.
+        if sys is None or sys.is_finalizing() or getattr(self, "_index", None) is None:
             return
         # Kernels that are still queued read the tables.
         for stream in self._streams:

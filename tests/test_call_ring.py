@@ -71,8 +71,10 @@ def device(monkeypatch):
         yield
 
     uploads = SimpleNamespace(cuda_stream=1)
-    cuda = SimpleNamespace(Event=lambda: Event(device), Stream=lambda _: uploads, stream=stream)
+    cuda = SimpleNamespace(Event=lambda: Event(device), stream=stream)
     monkeypatch.setattr(call_ring, "quick", lambda: device.runtime)
+    monkeypatch.setattr(call_ring, "new_stream", lambda _: uploads)
+    monkeypatch.setattr(call_ring, "forget_error", lambda: None)
     monkeypatch.setattr(
         call_ring, "torch", SimpleNamespace(cuda=cuda, empty=device.empty, int32=torch.int32)
     )

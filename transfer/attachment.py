@@ -67,9 +67,10 @@ class Attached(ArenaSlots):
             self._usage.when_unused(self._close)
 
     def _close(self) -> None:
-        if self._pinned is not None:
-            self._pinned.close()
-        self._arena.close()
+        if self._pinned is None:
+            self._arena.close()
+        else:
+            self._pinned.close(self._arena.close)
 
     def rounds(self, offsets: Sequence[int], *, storing: bool) -> Sequence[Sequence[int]]:
         """Where in the memory the chunks of a ticket are copied to or from, so many at a time."""

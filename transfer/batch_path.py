@@ -10,58 +10,44 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .path import Path
+from .whole_chunk_path import WholeChunkPath
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from lmcache_kernels.chunk_copy import ChunkCopy, ChunkPart, Queue
+    from lmcache_kernels.chunk_copy import Queue
     from lmcache_kernels.copy_plan import Leg
     from lmcache_kernels.plane import Plane
 
-    from .device import Device
-    from .moves import ChunkMove, Steps
+    from .moves import ChunkMove
 
 
-class BatchPath(Path):
+class BatchPath(WholeChunkPath):
     """See the module. No block may be left out.
 
     Args:
         prepare: a copy into chunks that does not write.
-        storing: the direction.
     """
 
-    def __init__(
-        self, device: Device, prepare: Callable[[], ChunkCopy], where: str, *, storing: bool
-    ) -> None:
-        super().__init__(device, prepare, where)
-        self._storing = storing
-
     def _make_ready(self) -> None:
-        (self._whole,) = self._copy.cut([1 << 62])
+        super()._make_ready()
         self._runs = [_Runs(leg) for leg in self._copy.plan.legs]
 
     def _wait_for(self, event: Any) -> None:
         super()._wait_for(event)
         self._device.wait(self._link, event)
 
-    def _queue_chunks(self, launch: Queue, moves: Sequence[ChunkMove]) -> Steps:
-        for index, move in enumerate(moves):
-            self._queue_chunk(launch, index, move)
-        return ()
-
     def _queue_chunk(self, launch: Queue, index: int, move: ChunkMove) -> None:
-        self._pace()
-        whole: ChunkPart = self._whole
+        self._pace(3)
         cache, host, sizes = self._addresses(move)
         to, origin = (host, cache) if self._storing else (cache, host)
         self._device.copy_batch(self._link, to, origin, sizes)
         if not self._storing:
             self._device.wait(self._kernels, self._point(self._link))
         # The address of a chunk that is not written says nothing.
-        self._device.run(self._kernels, launch, index, whole, 0, self._tally.parts[index])
+        self._device.run(self._kernels, launch, index, self._whole, 0, self._tally.parts[index])
 
     def _ends(self) -> tuple[Any, Any]:
         self._device.wait(self._kernels, self._point(self._link))

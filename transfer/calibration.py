@@ -80,7 +80,11 @@ def machine_of(device: str) -> dict[str, str]:
 def kept(device: str, folder: Path | None = None) -> list[Sample] | None:
     """The samples of this machine, if it was calibrated; a file that is no good counts as none."""
     machine = machine_of(device)
-    path = _file(machine, folder)
+    try:
+        path = _file(machine, folder)
+    except RuntimeError as error:  # no home
+        logger.info("no calibration: %s", error)
+        return None
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Calibration)
     except FileNotFoundError:

@@ -115,6 +115,7 @@ class EngineDrivenContext:
         Raises:
             KVTransferError: no server, or a refused registration.
         """
+        self._mover.prepare()
         with self._server.attached():
             pass
 

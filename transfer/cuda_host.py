@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+_CAPTURE_MODE_RELAXED = 2  # cudaStreamCaptureModeRelaxed
 _CAN_USE_HOST_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 
 
@@ -29,8 +30,14 @@ class CudaHostMemory:
         self._device = _device_in_use()
 
     def register(self, address: int, nbytes: int) -> int:
-        with torch.cuda.device(self._device):
-            return int(self._runtime.cudaHostRegister(address, nbytes, 0))
+        # A thread may else not register while another one captures a graph, and spoils that graph.
+        mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+        self._runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        try:
+            with torch.cuda.device(self._device):
+                return int(self._runtime.cudaHostRegister(address, nbytes, 0))
+        finally:
+            self._runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
     def unregister(self, address: int) -> int:
         with torch.cuda.device(self._device):

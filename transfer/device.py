@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lmcache_kernels.cuda_runtime import patient, quick
+from lmcache_kernels.cuda_runtime import forget_error, new_stream, patient, quick
 from lmcache_kernels.errors import TransferFailed
 
-from .cuda_host import copy_batch, has_batched_copies, host_runtime
+from .cuda_host import copy_batch, has_batched_copies
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,8 +26,6 @@ POLL_SECONDS = 50e-6
 MAX_BATCH = 8000
 """Copies of one call: at 8192 and above the driver has been seen to refuse or to crash."""
 
-_NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it, nor it for that
-_LOWEST_PRIORITY = 0
 
 _spare: dict[torch.device, list[torch.cuda.Stream]] = {}
 _spare_lock = threading.Lock()
@@ -122,11 +119,10 @@ class CudaDevice:
         return torch.cuda.device(self._device)
 
     def stream(self) -> torch.cuda.Stream:
-        # torch has 32 streams a device and hands them out again and again, so one of its may be one
-        # of the engine's. They are kept, because call rings are.
+        # They are kept, because call rings are.
         with _spare_lock:
             spare = _spare.setdefault(self._device, [])
-            return spare.pop() if spare else _new_stream(self._device)
+            return spare.pop() if spare else new_stream(self._device)
 
     def give_back(self, stream: torch.cuda.Stream) -> None:
         with _spare_lock:
@@ -171,7 +167,7 @@ class CudaDevice:
 
     def _queued(self, code: int, what: str) -> None:
         if code:
-            host_runtime().cudaGetLastError()  # or CUDA tells it to whoever asks next
+            forget_error()
             raise TransferFailed(f"CUDA refused a {what}: error {code}")
 
     def run(
@@ -208,13 +204,3 @@ class EventCompletion:
                 return False
             time.sleep(POLL_SECONDS)
         return True
-
-
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    handle = ctypes.c_void_p()
-    code = host_runtime().cudaStreamCreateWithPriority(
-        ctypes.byref(handle), _NON_BLOCKING, _LOWEST_PRIORITY
-    )
-    if code:
-        raise TransferFailed(f"no stream on {device}: CUDA error {code}")
-    return torch.cuda.ExternalStream(handle.value, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -9,12 +10,13 @@ import torch
 
 from lmcache_kernels.chunk_copy import ChunkCopy, pair_planes
 from lmcache_kernels.copy_plan import CopyPlan
-from lmcache_kernels.errors import ConfigError
+from lmcache_kernels.errors import CapacityError, ConfigError, TransferFailed
 from lmcache_kernels.ids import ABSENT
 
 from .batch_path import BatchPath
 from .device import CudaDevice, EventCompletion
 from .direct_path import PROGRAMS, DirectPath
+from .moves import Over
 from .planner import PATHS, Choice, Job, Planner
 from .staged_path import StagedPath
 
@@ -74,8 +76,17 @@ class GpuMover:
         self._planner = planner or Planner(None)
         self._max_programs = max_programs
         self._slices = {"slice_bytes": slice_bytes, "slices": slices}
+        self._making = threading.Lock()
         self._paths: dict[tuple[str, bool], Path] = {}
         self._runs = _runs_of(groups, layout)
+
+    def prepare(self) -> None:
+        try:
+            for storing in (True, False):
+                with self._device.current():
+                    self._at("staged", storing).open()
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(f"no device memory for slices: {error}") from error
 
     def ready(self) -> Completion | None:
         event = torch.cuda.Event()
@@ -85,6 +96,8 @@ class GpuMover:
     def join(self, point: Completion) -> None:
         if isinstance(point, EventCompletion):
             torch.cuda.current_stream(self._where).wait_event(point.event)
+        elif not isinstance(point, Over):
+            raise TransferFailed(f"join: expected an event of the device, got {point!r}")
 
     def gather(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
         return self._run(moves, after, storing=True)
@@ -105,8 +118,9 @@ class GpuMover:
             if self._device.batches and (storing or not any(map(_leaves_out, moves))):
                 possible.append("batch")
         if self._path is not None:
-            path = self._path if self._path in possible else "staged"
-            return Choice(path, f"{path}: as configured")
+            if self._path in possible:
+                return Choice(self._path, f"{self._path}: as configured")
+            return Choice("staged", f"staged: {self._path} is configured and cannot take this")
         run_bytes, runs = self._runs
         return self._planner.choose(Job(storing, run_bytes, runs * len(moves)), possible)
 
@@ -120,6 +134,10 @@ class GpuMover:
         return replace(self._at(choice.path, storing).run(moves, after), note=choice.why)
 
     def _at(self, name: str, storing: bool) -> Path:
+        with self._making:
+            return self._made(name, storing)
+
+    def _made(self, name: str, storing: bool) -> Path:
         path = self._paths.get((name, storing))
         if path is None:
             path = self._paths[name, storing] = self._make(name, storing)
@@ -140,7 +158,10 @@ class GpuMover:
             )
         if name == "direct":
             return DirectPath(
-                device, lambda: ChunkCopy(groups, layout, side, max_programs=PROGRAMS), where
+                device,
+                lambda: ChunkCopy(groups, layout, side, max_programs=PROGRAMS),
+                where,
+                storing=storing,
             )
         return BatchPath(
             device, lambda: ChunkCopy(groups, layout, "dst", writes=False), where, storing=storing

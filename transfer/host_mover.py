@@ -33,6 +33,9 @@ class HostMover:
         self._groups = groups
         self._layout = layout
 
+    def prepare(self) -> None:
+        pass
+
     def ready(self) -> Completion | None:
         return None
 

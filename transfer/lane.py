@@ -149,6 +149,8 @@ class Lane:
         except BaseException as error:
             logger.debug("%s failed: %s", self._direction, error, exc_info=True)
             self._over(job, error)
+            if not (self._threads or isinstance(error, Exception)):
+                raise  # the caller's: it asked for its own end
         return False
 
     def _next_waiting(self) -> _Job | None:

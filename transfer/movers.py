@@ -43,6 +43,10 @@ def mover_for(groups: Sequence[CacheGroup], layout: ChunkLayout, max_programs: i
         return HostMover(groups, layout)
     if not device.startswith("cuda:"):
         raise LayoutError(f"device: expected cpu or cuda, got {device}")
+    import torch
+
+    if torch.version.hip:
+        raise LayoutError("device: expected a GPU of CUDA, got one of ROCm, which has no mover yet")
     from .calibration import kept
     from .gpu_mover import GpuMover
     from .planner import Planner

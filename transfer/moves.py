@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from lmcache_kernels.errors import LayoutError
+from lmcache_kernels.errors import LayoutError, TransferFailed
 from lmcache_kernels.ids import ABSENT, pack_ids
 
 if TYPE_CHECKING:
@@ -82,6 +83,14 @@ class Mover(Protocol):
 
     synchronous: bool
 
+    def prepare(self) -> None:
+        """Make ready what the first transfer would otherwise wait for.
+
+        Raises:
+            CapacityError: no device memory for it.
+        """
+        ...
+
     def ready(self) -> Completion | None:
         """A point after everything the caller has queued on the device so far."""
         ...
@@ -108,6 +117,32 @@ class Mover(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class All:
+    """The completion of several."""
+
+    def __init__(self, points: Sequence[Completion]) -> None:
+        self._points = points
+
+    def done(self) -> bool:
+        return all(point.done() for point in self._points)
+
+    def wait(self, timeout: float) -> bool:
+        end = time.monotonic() + timeout
+        return all(point.wait(max(0.0, end - time.monotonic())) for point in self._points)
+
+
+class StillMovingError(TransferFailed):
+    """A call of a mover failed half-way, and the device did not finish what it had been given.
+
+    Attributes:
+        done: when it has.
+    """
+
+    def __init__(self, message: str, done: Completion) -> None:
+        super().__init__(message)
+        self.done = done
 
 
 class Over:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_kernels.errors import TransferFailed
 
 from .device import EventCompletion
-from .moves import Moved
+from .moves import All, Moved, Over, StillMovingError
 from .tally import Tally
 
 if TYPE_CHECKING:
@@ -21,9 +23,16 @@ if TYPE_CHECKING:
     from .moves import ChunkMove, Completion, Steps
 
 
-MARK_EVERY, MARKS = 64, 2
-"""At most so many launches times so many (and one more) are queued, each with a copy and four events: CUDA
-takes about a thousand operations a stream before calls wait."""
+MARK_EVERY, MARKS = 200, 2
+"""At most so many operations times so many (and one more) are queued in a stream: CUDA takes about a
+thousand before calls wait."""
+
+OPERATIONS_OF_A_RUN = 8
+"""That a run queues in a stream whatever it moves: waits, ids, fingerprints, its ends."""
+
+logger = logging.getLogger(__name__)
+
+_lost: list[dict[str, Any]] = []  # what a device that stopped may still use
 
 PATIENCE = 60.0
 """Seconds without progress after which the device counts as dead."""
@@ -37,10 +46,15 @@ class Path(ABC):
     Args:
         prepare: makes the copy whose kernels are launched.
         where: the cache's device.
+        storing: the direction.
     """
 
-    def __init__(self, device: Device, prepare: Callable[[], ChunkCopy], where: str) -> None:
+    def __init__(
+        self, device: Device, prepare: Callable[[], ChunkCopy], where: str, *, storing: bool
+    ) -> None:
         self._device = device
+        self._storing = storing
+        self._opening = threading.Lock()
         self._prepare = prepare
         self._where = where
         self._is_open = False
@@ -62,18 +76,18 @@ class Path(ABC):
             self.open()
             totals = self._tally.totals(len(moves))
             try:
+                self._pace(OPERATIONS_OF_A_RUN)
                 if isinstance(after, EventCompletion):
                     self._wait_for(after.event)
+                elif not (after is None or isinstance(after, Over)):
+                    raise TransferFailed(f"after: expected an event of the device, got {after!r}")
                 handle = device.handle(self._kernels)
                 with self._copy.queued([move.blocks for move in moves], handle) as launch:
                     steps = queue(launch, moves)
                 self._tally.fold(len(moves), totals)
                 cache_free, done = self._ends()
-            except BaseException:
-                # What was queued before still uses the blocks and the host memory.
-                self._tally.clear()
-                device.synchronize(self._kernels)
-                device.synchronize(self._link)
+            except BaseException as error:
+                self._abandon(error)
                 raise
             return Moved(
                 EventCompletion(cache_free),
@@ -83,17 +97,28 @@ class Path(ABC):
             )
 
     def open(self) -> None:
-        """Make everything ready, if it is not: compiles kernels."""
-        if self._is_open:
-            return
-        device = self._device
-        self._copy = self._prepare()
-        self._kernels, self._link = device.stream(), device.stream()
-        self._tally = Tally(device, self._kernels, self._copy.plan.rows, self._where)
-        self._make_ready()
-        # Memory made in the one stream is also used in the other.
-        device.wait(self._link, self._point(self._kernels))
-        self._is_open = True
+        """Make everything ready, if it is not: compiles kernels.
+
+        Raises:
+            torch.OutOfMemoryError: no device memory for slices; nothing is kept.
+        """
+        with self._opening:
+            if self._is_open:
+                return
+            device = self._device
+            self._copy = self._prepare()
+            self._kernels, self._link = device.stream(), device.stream()
+            try:
+                self._tally = Tally(device, self._kernels, self._copy.plan.rows, self._where)
+                self._make_ready()
+                # Memory made in the one stream is also used in the other.
+                device.wait(self._link, self._point(self._kernels))
+            except BaseException:
+                for stream in (self._kernels, self._link):
+                    device.synchronize(stream)
+                    device.give_back(stream)
+                raise
+            self._is_open = True
 
     def release(self) -> None:
         """Wait for what was queued and let go of everything."""
@@ -106,15 +131,41 @@ class Path(ABC):
         del self._tally, self._copy
         self._is_open = False
 
-    def _pace(self) -> None:
-        """To be called for every launch: waits while as much is queued as the device should have.
+    def _abandon(self, error: BaseException) -> None:
+        """After a run that failed half-way: wait for what was queued, for it still uses the blocks and the
+        host memory, and forget the fingerprints that it left half-made.
+
+        Raises:
+            StillMovingError: of a store, the device does not finish. A load is waited for without an end:
+                whoever was told that it is over would give its blocks to others.
+        """
+        try:
+            self._tally.clear()
+            cleared = True
+        except Exception:
+            logger.exception("fingerprints could not be cleared; everything is made anew")
+            cleared = False
+        marks = [self._point(self._kernels), self._point(self._link)]
+        while not all(self._device.finish(mark, PATIENCE) for mark in marks):
+            logger.error("the device has not finished a failed transfer in %g s", PATIENCE)
+            if self._storing:
+                # Streams and memory stay as they are: the device may still use them.
+                _lost.append(vars(self).copy())
+                self._is_open = False
+                done = All([EventCompletion(mark) for mark in marks])
+                raise StillMovingError(f"{error}; the device still works on it", done) from error
+        if not cleared:
+            self.release()
+
+    def _pace(self, operations: int = 1) -> None:
+        """Note so many operations for a stream; waits while as many are queued as it should have.
 
         CUDA itself makes a call wait when a stream is full, and these calls keep Python's lock.
 
         Raises:
             TransferFailed: the device has stopped.
         """
-        self._queued += 1
+        self._queued += operations
         if self._queued < MARK_EVERY:
             return
         self._queued = 0

@@ -27,7 +27,10 @@ registration of 512 GiB and more fails on current drivers. A copy must not span 
 CLOSE_SECONDS = 5.0
 """What closing waits for the piece that is being registered."""
 
-_ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
+_CAPTURING = (900, 901)
+"""cudaErrorStreamCaptureUnsupported and -Invalidated: somebody captures a graph, which ends."""
+
+RETRY_SECONDS = 0.05
 
 
 class HostRegistry(Protocol):
@@ -90,6 +93,8 @@ class PinnedRegion:
         self._ours: list[int] = []  # addresses to unregister, in the order of their registration
         self._stopped = False
         self._over = False  # nothing will be registered any more
+        self._stuck = False  # CUDA did not give a registration back
+        self._then: Callable[[], None] = lambda: None
         threading.Thread(target=self._run, name="lmcache-kernels-pin", daemon=True).start()
 
     @property
@@ -132,15 +137,32 @@ class PinnedRegion:
             return None
         return found[0] + address - self._start(pieces[0])
 
-    def close(self) -> None:
-        """Undo the registrations, last one first; one that is being made is waited for."""
+    def close(self, then: Callable[[], None] = lambda: None) -> None:
+        """Undo the registrations, last one first.
+
+        Args:
+            then: called when CUDA has nothing to do with the memory any more, so that it may go: now,
+                or by the thread in the background if a registration takes long. Never if CUDA keeps
+                one.
+        """
         with self._changed:
             self._stopped = True
-            over = self._changed.wait_for(lambda: self._over, CLOSE_SECONDS)
-        if over:
-            self._unregister()
+            self._then = then
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._over, CLOSE_SECONDS):
+                logger.warning("CUDA still registers memory after %s s", CLOSE_SECONDS)
+                return
+        self._finish()
+
+    def _finish(self) -> None:
+        """By whoever comes second: the closing thread or the one in the background."""
+        self._unregister()
+        with self._changed:
+            then, self._then = self._then, lambda: None
+        if self._stuck:
+            logger.warning("CUDA has kept registered memory; its mapping stays")
         else:
-            logger.warning("CUDA still registers memory after %s s; left behind", CLOSE_SECONDS)
+            then()
 
     # --- the background ---------------------------------------------------------------------------
 
@@ -149,6 +171,10 @@ class PinnedRegion:
         try:
             while code == 0 and (number := self._next()) is not None:
                 code = self._register(number)
+                if code in _CAPTURING:
+                    code = 0
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._stopped, RETRY_SECONDS)
         finally:
             with self._changed:
                 done = len(self._ours)
@@ -158,7 +184,7 @@ class PinnedRegion:
             self._warn(code, done * self._piece_bytes)
             self._when_unused(self._unregister)
         elif self._stopped:  # also if closing has stopped waiting
-            self._unregister()
+            self._finish()
 
     def _next(self) -> int | None:
         with self._changed:
@@ -176,14 +202,14 @@ class PinnedRegion:
         code = self._registry.register(start, size)
         if code:
             self._registry.forget_error()
-        if code not in (0, _ALREADY_REGISTERED):
+            # Also where CUDA says that the memory is registered: that may be memory that was at these
+            # addresses before.
             return code
         same = self._registry.same_addresses()
         found_at = start if same else self._registry.device_address(start)
         with self._changed:
             self._found_at[number] = found_at
-            if code == 0:
-                self._ours.append(start)
+            self._ours.append(start)
             self._changed.notify_all()
         return 0
 
@@ -193,6 +219,7 @@ class PinnedRegion:
             while self._ours:
                 if self._registry.unregister(self._ours.pop()):
                     self._registry.forget_error()
+                    self._stuck = True
 
     def _warn(self, code: int, done: int) -> None:
         limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

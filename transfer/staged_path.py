@@ -50,7 +50,6 @@ class StagedPath(Path):
 
     Args:
         layout: of the chunks.
-        storing: the direction.
         slices, slice_bytes: how many there are, and how large at most; None: as slice_plan has it.
     """
 
@@ -65,9 +64,8 @@ class StagedPath(Path):
         slices: int | None = None,
         slice_bytes: int | None = None,
     ) -> None:
-        super().__init__(device, prepare, where)
+        super().__init__(device, prepare, where, storing=storing)
         self._nbytes = layout.nbytes
-        self._storing = storing
         count, most = (STORE_SLICES, STORE_BYTES) if storing else (LOAD_SLICES, LOAD_BYTES)
         self._count = slices or count
         self._slice_bytes = _aligned(slice_bytes or most)
@@ -130,6 +128,7 @@ class StagedPath(Path):
         device, kernels, link = self._device, self._kernels, self._link
         slice_ = self._slices[0]
         self._slices.rotate(-1)
+        self._pace(3)
         gaps = [self._gap(*pair) for pair in itertools.pairwise(pieces)]
         starts = _place(pieces, gaps, slice_.address)
         if self._storing:

@@ -72,7 +72,8 @@ class StoreTransfer(Transfer):
         end = time.monotonic() + timeout
         if not self._launched.wait(timeout):
             return False
-        return self._read is None or self._read.wait(max(0.0, end - time.monotonic()))
+        read = self._read  # pause may take it away at any time
+        return read is None or read.wait(max(0.0, end - time.monotonic()))
 
     def discard(self) -> None:
         """Whatever the gather read is not to be published."""

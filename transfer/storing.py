@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from lmcache_kernels.errors import Closed, RemoteProtocolError, TransferFailed
 from . import worker
 from .lane import Moves
 from .messages import AbortStore, CommitStore, Done, PrepareStore, StoreSlots
-from .moves import blocks_of, check_block_ids
+from .moves import StillMovingError, blocks_of, check_block_ids
 from .pacing import paced
 from .worker import pack_digests
 
@@ -59,6 +60,7 @@ class Storing:
                 given back, unless the device may still write there: then only time does that.
         """
         own = self._worker
+        self.settled()
         if not store.digests:
             return Moves()
         ids = check_block_ids(store.block_ids, own.groups, loading=False)
@@ -95,7 +97,7 @@ class Storing:
             for index, place in paced(here):
                 arena.erase_header(place)
                 moves.append(arena.move(place, blocks_of(ids, own.layout, index)))
-            moved = self._gather(store, moves)
+            moved = self._gather(store, moves, arena)
             give_up_at = time.monotonic() + worker.DEVICE_TIMEOUT
             if arena.mapped:
                 yield
@@ -108,11 +110,15 @@ class Storing:
         ask(CommitStore(instance=own.instance, ticket=slots.ticket), Done)
         return note
 
-    def _gather(self, store: Store, moves: Sequence[ChunkMove]) -> Moved:
+    def _gather(self, store: Store, moves: Sequence[ChunkMove], arena: Attached) -> Moved:
         if not store.transfer.begin():
             raise Closed("the store was stopped before it read the cache")
         with self._worker.span(f"gather {len(moves)} chunks"):
-            moved = self._worker.mover.gather(moves, store.after)
+            try:
+                moved = self._worker.mover.gather(moves, store.after)
+            except StillMovingError as error:
+                self._lose(error.done, arena)
+                raise _StillWritingError(str(error)) from error
         store.transfer.launched(moved.cache_free)
         return moved
 
@@ -121,8 +127,7 @@ class Storing:
     ) -> list[int]:
         """Wait for the device; the fingerprints."""
         if not moved.done.wait(max(0.0, give_up_at - time.monotonic())):
-            arena.hold()
-            self._lost.append((moved.done, arena))
+            self._lose(moved.done, arena)
             raise _StillWritingError(
                 f"the device did not finish a gather in {worker.DEVICE_TIMEOUT:g} s"
             )
@@ -130,16 +135,20 @@ class Storing:
             raise Closed("the blocks were reused while the store read them")
         return moved.fingerprints()
 
+    def _lose(self, done: Completion, arena: Attached) -> None:
+        """The device may write into the arena until ``done``."""
+        arena.hold()
+        self._lost.append((done, arena))
+
     def settled(self) -> bool:
         """Whether the device writes nowhere any more; once no store is going on."""
-        going_on = []
-        for done, arena in self._lost:
+        for entry in list(self._lost):
+            done, arena = entry
             if done.done():
-                arena.release()
-            else:
-                going_on.append((done, arena))
-        self._lost = going_on
-        return not going_on
+                with suppress(ValueError):  # two threads may look at once
+                    self._lost.remove(entry)
+                    arena.release()
+        return not self._lost
 
 
 class _StillWritingError(TransferFailed):

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from lmcache_kernels.ids import ABSENT
 from lmcache_kernels.pages import split_ids
+from lmcache_kernels.transfer.context import EngineDrivenContext
 
 from .jobs import StepReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from lmcache_kernels.transfer.context import EngineDrivenContext
+    from lmcache_kernels.transfer.context_factory import TransferContext
     from lmcache_kernels.transfer.layered_load import LayeredLoad
     from lmcache_kernels.transfer.store_transfer import StoreTransfer
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LAYER_TIMEOUT = 10.0
-"""Seconds that a step waits for one layer. What it made of a layer that came later is thrown away, for the
-load is waited for to its end when the step is over, and it failed."""
+"""Seconds that a step waits for one layer of a load. After that it waits for none of that load any more,
+and the load has failed, also if it comes right in the end: the step has used what was there before."""
 
 
 def places_of(layers: Sequence[Sequence[str]]) -> dict[str, int]:
@@ -44,13 +45,14 @@ class WorkerSide:
         pages: per group, pages of the context that make one of the engine's blocks; the attention
             kernel may cut blocks into smaller ones.
         layers: per group its layers by name, in the order of their rows, for synchronous loads that
-            come layer by layer; None where a load is waited for before the step begins.
+            come layer by layer, which only an engine-driven context makes; None where a load is
+            waited for before the step begins.
         fence_timeout: seconds a step waits for the gather of a store whose blocks it overwrites.
     """
 
     def __init__(
         self,
-        context: EngineDrivenContext,
+        context: TransferContext,
         *,
         writer: bool,
         pages: Sequence[int],
@@ -58,6 +60,7 @@ class WorkerSide:
         fence_timeout: float = 5.0,
     ) -> None:
         self._context = context
+        self._by_layer = context if layers and isinstance(context, EngineDrivenContext) else None
         self._pages = pages
         self._writer = writer
         self._fence_timeout = fence_timeout
@@ -69,6 +72,7 @@ class WorkerSide:
         self._places = places_of(layers or ())
         self._order = [[self._places[name] for name in group] for group in layers or ()]
         self._layered: list[tuple[LoadJob, LayeredLoad]] = []
+        self._late: set[int] = set()
 
     def fence(self, step: StepJobs) -> None:
         """Before the step runs: the gathers it would spoil are over, or stopped."""
@@ -83,16 +87,16 @@ class WorkerSide:
         """Start the step's loads; synchronous ones are done on return. Take note of its stores."""
         self._ordered += step.stores
         for job in step.loads:
-            if job.synchronous and self._order and self._start_layered(job):
+            if job.synchronous and self._by_layer and self._start_layered(job, self._by_layer):
                 continue
             future = self._start_load(job)
             self._loads[job.job_id] = (job, future)
             if job.synchronous:
                 self._finish_load(job, future)
 
-    def _start_layered(self, job: LoadJob) -> bool:
+    def _start_layered(self, job: LoadJob, context: EngineDrivenContext) -> bool:
         try:
-            load = self._context.submit_layered_retrieve(
+            load = context.submit_layered_retrieve(
                 job.digests, self._pages_of(job), self._order, skip_first_n_tokens=job.skip_tokens
             )
         except Exception as error:  # whatever it was, the plain load will say
@@ -108,8 +112,11 @@ class WorkerSide:
         if place is None:
             return
         for job, load in self._layered:
-            if not load.wait_layer(place, LAYER_TIMEOUT):
-                logger.warning("load %d: layer %s took over %g s", job.job_id, name, LAYER_TIMEOUT)
+            if job.job_id not in self._late and not load.wait_layer(place, LAYER_TIMEOUT):
+                logger.warning(
+                    "load %d: layer %s is not there after %g s", job.job_id, name, LAYER_TIMEOUT
+                )
+                self._late.add(job.job_id)
 
     def _finish_layered(self) -> None:
         """When the step is over: how its loads by layers ended."""
@@ -178,6 +185,9 @@ class WorkerSide:
             loaded = future.result()
         except Exception as error:  # whatever it was, recomputing is right
             logger.warning("load for request %s failed: %s", job.request_id, error)
+            loaded = 0
+        if job.job_id in self._late:
+            self._late.discard(job.job_id)
             loaded = 0
         if job.digests and loaded == len(job.digests):
             return True

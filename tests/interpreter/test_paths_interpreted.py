@@ -22,7 +22,7 @@ from lmcache_kernels.transfer import path as path_module
 from lmcache_kernels.transfer import tally
 from lmcache_kernels.transfer.device import EventCompletion
 from lmcache_kernels.transfer.gpu_mover import GpuMover
-from lmcache_kernels.transfer.moves import ChunkMove
+from lmcache_kernels.transfer.moves import ChunkMove, StillMovingError
 from lmcache_kernels.transfer.planner import PATHS
 from lmcache_kernels.views import group_of
 
@@ -331,11 +331,11 @@ def test_layers_that_are_not_those_of_the_cache_are_refused(layers):
 @pytest.mark.parametrize("path", PATHS)
 def test_only_so_much_is_queued_at_a_time(monkeypatch, path):
     """A stream that is full would make CUDA wait with Python's lock held."""
-    monkeypatch.setattr("lmcache_kernels.transfer.path.MARK_EVERY", 2)
+    monkeypatch.setattr("lmcache_kernels.transfer.path.MARK_EVERY", 16)
     rig = Rig(chunks=20, blocks=400, path=path)
     moved = rig.mover.gather(rig.moves(), None)
     assert not moved.done.done()
-    assert rig.device.most_waiting <= (path_module.MARKS + 1) * 2 + 1
+    assert rig.device.most_waiting <= (path_module.MARKS + 1) * 16 + 8
     rig.device.settle()
     assert moved.fingerprints() == [
         fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(20)
@@ -343,11 +343,54 @@ def test_only_so_much_is_queued_at_a_time(monkeypatch, path):
 
 
 def test_a_device_that_has_stopped_is_an_error(monkeypatch):
-    monkeypatch.setattr("lmcache_kernels.transfer.path.MARK_EVERY", 2)
-    rig = Rig(chunks=20, blocks=400)
+    """Of a store, and not a hang: what it may still write to is named. And so is every store after it."""
+    monkeypatch.setattr("lmcache_kernels.transfer.path.MARK_EVERY", 16)
+    rig = Rig(chunks=20, blocks=400, slice_bytes=512)
     rig.device.stopped = True
-    with pytest.raises(TransferFailed, match="has not moved"):
+    with pytest.raises(StillMovingError, match="has not moved") as caught:
         rig.mover.gather(rig.moves(), None)
+    assert not caught.value.done.done()
+    rig.device.stopped = False
+    rig.device.settle()
+    assert caught.value.done.done()
+    assert rig.store() == [fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(20)]
+
+
+def test_fingerprints_that_cannot_be_cleared_are_made_anew(monkeypatch):
+    """A failed run is over before its error comes out, whatever else fails then."""
+    rig = Rig(slice_bytes=512)
+    rig.device.fail_at = 3
+    with monkeypatch.context() as patch:
+        patch.setattr(tally.Tally, "clear", lambda self: 1 / 0)
+        with pytest.raises(RuntimeError, match="luck"):
+            rig.mover.gather(rig.moves(), None)
+    assert not any(stream.work for stream in rig.device.streams)
+    assert rig.store() == [fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(3)]
+
+
+def test_what_cannot_be_opened_leaves_no_stream_behind(monkeypatch):
+    rig = Rig()
+    with monkeypatch.context() as patch:
+        patch.setattr(tally.Tally, "_make_room", lambda self, chunks: 1 / 0)
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError):
+                rig.mover.gather(rig.moves(), None)
+    assert rig.device.streams == []
+    assert rig.store()
+
+
+def test_what_is_no_event_cannot_be_waited_for():
+    rig = Rig()
+
+    class Elsewhere:
+        def done(self):
+            return False
+
+    with pytest.raises(TransferFailed, match="expected an event"):
+        rig.mover.gather(rig.moves(), Elsewhere())
+    with pytest.raises(TransferFailed, match="expected an event"):
+        rig.mover.join(Elsewhere())
+    assert rig.store()
 
 
 def test_slices_go_with_the_mover():

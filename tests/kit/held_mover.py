@@ -63,6 +63,9 @@ class HeldMover:
         self.before = lambda direction: None
         self.closed = False
 
+    def prepare(self):
+        pass
+
     def ready(self):
         return None
 

@@ -39,7 +39,9 @@ from lmcache_kernels.transfer.messages import (
     Register,
     Unregister,
 )
+from lmcache_kernels.transfer.moves import Over
 from lmcache_kernels.transfer.registration import Registration
+from lmcache_kernels.transfer.store_transfer import StoreTransfer
 from lmcache_kernels.views import group_of
 
 CHUNK = 8  # two blocks of four tokens
@@ -662,8 +664,9 @@ def test_mp_d16_recoveries_leave_no_registered_memory_behind(monkeypatch):
         def __init__(self, address, nbytes, *, when_unused):
             alive.append(self)
 
-        def close(self):
+        def close(self, then):
             alive.remove(self)
+            then()
 
     monkeypatch.setattr(attachment, "PinnedRegion", Region)
     with EmbeddedCache(1 << 16, chunk_tokens=CHUNK) as first:
@@ -747,3 +750,24 @@ def test_a_read_is_ended_however_the_load_went(rig):
         rig.load(digests, [8, 9]).result(WAIT)
     assert len(rig.port.of(CommitRetrieve)) == 1
     assert rig.stats()["reads"] == 0
+
+
+def test_a_flush_may_meet_a_store_that_goes_on_to_its_next_chunks():
+    """What the gather reads is looked at once: the other thread takes it away at any time."""
+
+    class Vanishing(StoreTransfer):
+        looked = 0
+
+        @property
+        def _read(self):
+            self.looked += 1
+            return Over() if self.looked == 1 else None
+
+        @_read.setter
+        def _read(self, value):
+            pass
+
+    transfer = Vanishing()
+    assert transfer.begin()
+    transfer.launched(Over())
+    assert transfer.wait_read(1.0)

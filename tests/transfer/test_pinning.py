@@ -361,16 +361,66 @@ memory[:3] = b"use"
         assert done.stderr.count("is 64 KiB") == (outcome == "False False 0"), done.stderr
 
 
-def test_memory_that_somebody_else_registered_stays_theirs(pinned, caplog) -> None:
+def test_a_registration_that_is_there_already_may_be_of_other_memory(pinned, caplog) -> None:
+    """CUDA keeps registrations by address; what was mapped there before may be gone."""
     cuda = FakeCuda(answers={2: ALREADY})
+    region = pinned(cuda)
+    assert not ended(region)
+    assert gone(cuda)
+    assert cuda.error == 0
+    assert BASE + 2 * PIECE not in cuda.addresses("unregister")
+    assert len(cuda.addresses("unregister")) == 2
+    assert "CUDA error 712" in caplog.text
+
+
+@pytest.mark.parametrize("code", [900, 901])
+def test_while_somebody_captures_a_graph_registration_is_put_off(
+    pinned, caplog, monkeypatch, code
+) -> None:
+    """An engine captures its graphs just after it has registered its caches."""
+    monkeypatch.setattr(pinning, "RETRY_SECONDS", 0.001)
+    cuda = FakeCuda(answers={2: code, 3: code, 7: code})
     region = pinned(cuda)
     assert ended(region)
     assert cuda.error == 0
-    region.close()
-    theirs = BASE + 2 * PIECE
-    assert theirs not in cuda.addresses("unregister")
-    assert len(cuda.addresses("unregister")) == 9
+    assert len(cuda.registered) == 10
     assert not caplog.records
+
+
+def test_a_capture_without_an_end_does_not_keep_a_region_from_closing(pinned) -> None:
+    cuda = FakeCuda(answers=dict.fromkeys(range(1000), 900))
+    region = pinned(cuda)
+    cuda.begun()
+    region.close()
+    assert cuda.registered == {}
+
+
+def test_what_comes_after_closing_waits_for_a_registration_under_way(pinned, monkeypatch) -> None:
+    """The memory must stay mapped while CUDA is at work on it."""
+    monkeypatch.setattr(pinning, "CLOSE_SECONDS", 0.01)
+    cuda = FakeCuda(gated=True)
+    region = pinned(cuda)
+    cuda.begun()
+    gone = threading.Event()
+    region.close(gone.set)
+    assert not gone.is_set()
+    cuda.allow(20)
+    assert gone.wait(WAIT)
+    assert cuda.registered == {}
+
+
+def test_memory_that_cuda_keeps_is_never_let_go(pinned, caplog) -> None:
+    class Keeping(FakeCuda):
+        def unregister(self, address):
+            super().unregister(address)
+            return 1
+
+    region = pinned(Keeping())
+    assert ended(region)
+    gone = threading.Event()
+    region.close(gone.set)
+    assert not gone.is_set()
+    assert "its mapping stays" in caplog.text
 
 
 # --- the end --------------------------------------------------------------------------------------
@@ -459,6 +509,9 @@ def test_fault_f07_the_runtime_is_asked_whether_the_hosts_address_will_do(
 
         def cudaGetLastError(self):  # noqa: N802
             return 0
+
+        def cudaThreadExchangeStreamCaptureMode(self, mode):  # noqa: N802
+            mode._obj.value = 0
 
         def cudaDeviceGetAttribute(self, out, which, device):  # noqa: N802
             assert (which, device) == (91, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from cachekit import BY_NAME, make_cache, oracle_chunk, untouched_outside
 from held_mover import HeldMover
 
+from lmcache_kernels.adapters.vllm import worker as worker_module
 from lmcache_kernels.adapters.vllm.jobs import LoadJob, StepJobs, StoreJob
 from lmcache_kernels.adapters.vllm.worker import WorkerSide, places_of
 from lmcache_kernels.ids import ABSENT
@@ -322,3 +324,38 @@ def test_layers_are_needed_in_the_order_of_the_numbers_in_their_names():
         "m.layers.9.attn": 1,
         "m.layers.10.attn": 2,
     }
+
+
+@pytest.fixture
+def late(layered, monkeypatch):
+    """A worker inside a step, whose layered load the device gets only when the test says so."""
+    worker, mover = layered
+    digests = names(2)
+    stored(worker, digests, [0, 1, 2, 3])
+    monkeypatch.setattr(worker_module, "LAYER_TIMEOUT", 0.01)
+    go = threading.Event()
+    mover.before = lambda direction: go.wait(WAIT)
+    worker.start_loads(loads((2, "a", digests, [[8, 9, 10, 11]], 0), synchronous=True))
+    yield worker, mover, go
+    go.set()
+
+
+def test_a_load_with_a_layer_that_came_too_late_has_failed(late):
+    """The step has used what was in its blocks before, whatever comes later."""
+    worker, mover, go = late
+    worker.wait_layer(LAYERS[0][0])
+    go.set()
+    worker.wait_layer(LAYERS[0][1])
+    assert mover.joined == []
+    worker.start_stores()
+    assert worker.take_report().failed == {2}
+    assert worker.take_bad_blocks() == {8, 9, 10, 11}
+
+
+def test_only_one_layer_of_a_late_load_is_waited_for(late, caplog):
+    worker, _, go = late
+    for _ in range(100):
+        worker.wait_layer(LAYERS[0][0])
+    assert caplog.text.count("is not there") == 1
+    go.set()
+    worker.start_stores()
