@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lmcache_kernels.transfer.arena import SHM_DIRECTORY, Arena
-from lmcache_kernels.transfer.cuda_host import host_runtime
-from lmcache_kernels.transfer.memory_room import tightest_room
-from lmcache_kernels.transfer.numa import node_of
-from lmcache_kernels.transfer.pinning import PinnedRegion
+from lmcache_kernels.transfer.memory.arena import SHM_DIRECTORY, Arena
+from lmcache_kernels.transfer.memory.memory_room import tightest_room
+from lmcache_kernels.transfer.memory.numa import node_of
+from lmcache_kernels.transfer.memory.pinning import PinnedRegion
+from lmcache_kernels.transfer.moving.cuda_host import host_runtime
 
 from .options import Options
 from .results import OURS, Row, with_ratios
@@ -30,7 +30,7 @@ from .timing import spread_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lmcache_kernels.transfer.pinning import HostRegistry
+    from lmcache_kernels.transfer.memory.pinning import HostRegistry
 
 HOST_ALLOC = "cudaHostAlloc"
 MOST_BYTES = 32 << 30

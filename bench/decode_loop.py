@@ -30,7 +30,7 @@ from .workload import set_up, set_up_both
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from lmcache_kernels.transfer.moves import Completion
+    from lmcache_kernels.transfer.moving.moves import Completion
 
     from .loops import Steps
     from .rig import Rig

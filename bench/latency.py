@@ -15,7 +15,7 @@ import torch
 
 from lmcache_kernels.adapters.messaging.connect import connect
 from lmcache_kernels.adapters.server.spawn import spawn_server
-from lmcache_kernels.transfer.slot_header import HEADER_BYTES
+from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES
 from lmcache_kernels.views import group_of
 
 from . import cases
@@ -34,7 +34,7 @@ from .workload import over
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from lmcache_kernels.transfer.context import EngineDrivenContext
+    from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
 
     from .rig import Rig
 

@@ -18,7 +18,7 @@ from .trials import Trial
 from .workload import set_up
 
 if TYPE_CHECKING:
-    from lmcache_kernels.transfer.moves import Moved
+    from lmcache_kernels.transfer.moving.moves import Moved
 
     from .rig import Rig
 

@@ -9,11 +9,11 @@ import torch
 
 from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.fingerprint import fingerprint
-from lmcache_kernels.transfer.device import CudaDevice, EventCompletion
-from lmcache_kernels.transfer.gpu_mover import GpuMover
-from lmcache_kernels.transfer.host_mover import HostMover
-from lmcache_kernels.transfer.moves import ChunkMove
-from lmcache_kernels.transfer.slot_header import HEADER_BYTES
+from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES
+from lmcache_kernels.transfer.moving.device import CudaDevice, EventCompletion
+from lmcache_kernels.transfer.moving.gpu_mover import GpuMover
+from lmcache_kernels.transfer.moving.host_mover import HostMover
+from lmcache_kernels.transfer.moving.moves import ChunkMove
 from lmcache_kernels.views import group_of
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lmcache_kernels.chunk_copy import Layers
-    from lmcache_kernels.transfer.moves import Completion, Moved, Mover
+    from lmcache_kernels.transfer.moving.moves import Completion, Moved, Mover
 
     from .workload import Workload
 

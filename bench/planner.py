@@ -9,8 +9,8 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from lmcache_kernels.transfer import calibration
-from lmcache_kernels.transfer.planner import Job, Planner
+from lmcache_kernels.transfer.moving import calibration
+from lmcache_kernels.transfer.moving.planner import Job, Planner
 
 from .results import Row, with_ratios
 from .timing import Spread

@@ -13,7 +13,7 @@ from .plain_link import PlainLink
 from .results import title_of
 
 if TYPE_CHECKING:
-    from lmcache_kernels.transfer.moves import Mover
+    from lmcache_kernels.transfer.moving.moves import Mover
 
     from .options import Options
     from .timing import Clock

@@ -12,7 +12,7 @@ from .moving import TIMEOUT
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lmcache_kernels.transfer.context import EngineDrivenContext
+    from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
 
     from .cases import Case
 

@@ -19,7 +19,7 @@ from .timing import Spread, spread_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from lmcache_kernels.transfer.moves import Completion
+    from lmcache_kernels.transfer.moving.moves import Completion
 
 ALONE = "alone"
 IN_FLIGHT = 2

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lmcache_kernels.transfer.device import EventCompletion
-from lmcache_kernels.transfer.moves import Over
+from lmcache_kernels.transfer.moving.device import EventCompletion
+from lmcache_kernels.transfer.moving.moves import Over
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from lmcache_kernels.transfer.moves import Completion
+    from lmcache_kernels.transfer.moving.moves import Completion
 
 
 def new_stream(device: str) -> torch.cuda.Stream | None:

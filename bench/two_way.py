@@ -22,7 +22,7 @@ from .trials import DIRECTIONS, Trial
 from .workload import set_up, set_up_both
 
 if TYPE_CHECKING:
-    from lmcache_kernels.transfer.moves import Moved
+    from lmcache_kernels.transfer.moving.moves import Moved
 
     from .rig import Rig
 

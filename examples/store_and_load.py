@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lmcache_kernels.transfer.context import EngineDrivenContext
 from lmcache_kernels.transfer.embedded import EmbeddedCache
+from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
 from lmcache_kernels.transfer.keys import ChunkChain, root_digest, shard_id
 from lmcache_kernels.views import group_of
 

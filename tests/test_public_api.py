@@ -30,6 +30,7 @@ PUBLIC = {
         "PeerCopy",
         "PeerTarget",
         "TransferEvent",
+        "create_transfer_context",
         "open_kv_caches",
         "root_digest",
         "shard_id",

@@ -10,12 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .context import EngineDrivenContext
+    from .context_factory import create_transfer_context
     from .embedded import EmbeddedCache
+    from .engine_driven.context import EngineDrivenContext
+    from .handover.peer_copy import PeerCopy
+    from .handover.peer_target import PeerTarget
     from .keys import ChunkChain, root_digest, shard_id
     from .observer import Observer, TransferEvent
-    from .peer_copy import PeerCopy
-    from .peer_target import PeerTarget
     from .sharing.wrapping import open_kv_caches, wrap_kv_caches
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "PeerCopy",
     "PeerTarget",
     "TransferEvent",
+    "create_transfer_context",
     "open_kv_caches",
     "root_digest",
     "shard_id",
@@ -35,11 +37,12 @@ __all__ = [
 _LAZY = {
     "ChunkChain": "keys",
     "EmbeddedCache": "embedded",
-    "EngineDrivenContext": "context",
+    "EngineDrivenContext": "engine_driven.context",
     "Observer": "observer",
-    "PeerCopy": "peer_copy",
-    "PeerTarget": "peer_target",
+    "PeerCopy": "handover.peer_copy",
+    "PeerTarget": "handover.peer_target",
     "TransferEvent": "observer",
+    "create_transfer_context": "context_factory",
     "open_kv_caches": "sharing.wrapping",
     "root_digest": "keys",
     "shard_id": "keys",

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import TYPE_CHECKING, TypeAlias
 
 from lmcache_kernels.errors import ConfigError, LayoutError
 
-from .context import EngineDrivenContext
-from .lmcache_driven import COPY_TIMEOUT, LmcacheDrivenContext
-from .movers import one_device
+from .engine_driven.context import EngineDrivenContext
+from .lmcache_driven.context import COPY_TIMEOUT, LmcacheDrivenContext
+from .moving.movers import one_device
 from .sharing.devices import backend_for
+from .transfer_mode import transfer_mode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from .cache_forms import ShardPart
     from .kv_groups import KVGroup
@@ -23,26 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MODE_VARIABLE = "LMCACHE_MP_TRANSFER_MODE"
-MODES = ("engine_driven", "lmcache_driven", "auto")
-
 TransferContext: TypeAlias = EngineDrivenContext | LmcacheDrivenContext
-
-
-def transfer_mode(mode: str | None, environment: Mapping[str, str] = os.environ) -> str:
-    """``engine_driven`` or ``lmcache_driven``, the former for ``auto``.
-
-    Args:
-        mode: as configured, in any case; None: what the environment variable
-            ``LMCACHE_MP_TRANSFER_MODE`` says, or auto. It is not asked otherwise, also for auto.
-
-    Raises:
-        ConfigError: no such mode.
-    """
-    chosen = environment.get(MODE_VARIABLE, "auto") if mode is None else mode
-    if chosen.lower() not in MODES:
-        raise ConfigError(f"transfer mode: expected one of {', '.join(MODES)}, got {chosen!r}")
-    return MODES[0] if chosen.lower() == "auto" else chosen.lower()
 
 
 def create_transfer_context(
@@ -62,7 +43,7 @@ def create_transfer_context(
 
     Args:
         kv_caches: the cache by group. Keep the tensors alive until the context is closed.
-        mode: see :func:`transfer_mode`.
+        mode: ``engine_driven``, ``lmcache_driven`` or ``auto``; see :func:`.transfer_mode.transfer_mode`.
         chunk_tokens: tokens of one chunk.
         part: which part of the model's cache this worker holds.
         instance: id of this worker, random, 63 bits.

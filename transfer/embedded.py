@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from lmcache_kernels.errors import Closed, RemoteError, TransferTimeout
 
-from .arena import SHM_DIRECTORY, Arena
-from .later import Later
+from .memory.arena import SHM_DIRECTORY, Arena
 from .messages import ErrorReply
-from .service import CacheService
+from .serving.later import Later
+from .serving.service import CacheService
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,7 +1,7 @@
 """What a worker or scheduler can ask of a cache, and what it is answered.
 
 One struct for each request and each reply; nothing else ever crosses a socket or reaches a
-:class:`~lmcache_kernels.transfer.service.CacheService`. Every request gets exactly one reply: the
+:class:`~lmcache_kernels.transfer.serving.service.CacheService`. Every request gets exactly one reply: the
 type :data:`REPLY_OF` names for it, or :class:`ErrorReply`. Pure: no sockets, no clocks.
 
 Chunks are named by a *shard id* (32 bytes: which slice of the model's KV cache, in which canonical
@@ -29,6 +29,9 @@ MAX_CHUNKS = 1 << 16
 MAX_PART = 4 << 20
 """Most bytes of a slot in one message. The server copies them, a millisecond or so, between others'
 requests."""
+
+MAX_TRANSFERS = 1 << 12
+"""Most transfers one :class:`Settle` may name."""
 
 MAX_NAME = 512
 """Longest request id accepted, in characters."""

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .moves import Completion
+    from .moving.moves import Completion
 
 
 class Transfer:

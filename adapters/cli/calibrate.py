@@ -21,7 +21,7 @@ def run_calibration() -> int:
     count = torch.cuda.device_count()
     if not count:
         raise ConfigError("calibrate: torch sees no GPU, and copies in host memory have one path")
-    from lmcache_kernels.transfer.calibration import calibrate, keep
+    from lmcache_kernels.transfer.moving.calibration import calibrate, keep
 
     for index in range(count):
         device = f"cuda:{index}"

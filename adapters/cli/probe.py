@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from lmcache_kernels.transfer.arena import NAME_PATTERN, SHM_DIRECTORY
+from lmcache_kernels.transfer.memory.arena import NAME_PATTERN, SHM_DIRECTORY
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,7 +6,7 @@ import secrets
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lmcache_kernels.transfer.context import EngineDrivenContext
+from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
 from lmcache_kernels.transfer.keys import shard_id
 
 from .client import CacheClient

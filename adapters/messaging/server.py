@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 import zmq
 
 from lmcache_kernels.errors import LocalProtocolError
-from lmcache_kernels.transfer.later import Later
 from lmcache_kernels.transfer.messages import ErrorReply, Hello, Reply
+from lmcache_kernels.transfer.serving.later import Later
 
 from . import wire
 from .endpoints import bind
@@ -40,7 +40,7 @@ _ONE_TURN = 1000  # requests served before the clock is looked at again
 
 
 class Service(Protocol):
-    """What serves requests: :class:`~lmcache_kernels.transfer.service.CacheService`."""
+    """What serves requests: :class:`~lmcache_kernels.transfer.serving.service.CacheService`."""
 
     def handle(self, request: Request, now: float, deadline: float) -> Reply | Later:
         """The reply to ``request``, which nobody waits for from ``deadline`` on; or what

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from lmcache_kernels.adapters.messaging.server import CacheServerLoop
 from lmcache_kernels.errors import ConfigError, KVTransferError
-from lmcache_kernels.transfer.arena import Arena
-from lmcache_kernels.transfer.service import CacheService
+from lmcache_kernels.transfer.memory.arena import Arena
+from lmcache_kernels.transfer.serving.service import CacheService
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

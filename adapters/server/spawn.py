@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
 from lmcache_kernels.errors import ConfigError, TransferTimeout
-from lmcache_kernels.transfer.arena import sweep_stale_segments
+from lmcache_kernels.transfer.memory.arena import sweep_stale_segments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from lmcache_kernels.errors import ConfigError
+from lmcache_kernels.transfer.transfer_mode import transfer_mode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,12 +32,15 @@ class ConnectorConfig:
             size of the model.
         load_async: load between steps while other requests run, rather than inside the step.
         layerwise: with ``load_async`` off, the step begins with the first layers while the others are
-            still being loaded. vLLM then cannot replay a step as one CUDA graph.
+            still being loaded. vLLM then cannot replay a step as one CUDA graph. Loads that the
+            server makes come whole.
         lookup_timeout: seconds until a lookup counts as a miss.
         request_timeout: seconds a single request of a transfer may take.
         connect_timeout: seconds the engine's start waits for the server before it goes on without.
         heartbeat_interval: seconds between pings.
         model_name: names the weights instead of their path and files; empty for the latter.
+        mp_transfer_mode: ``engine_driven`` (also ``auto``): the engine's process copies chunks;
+            ``lmcache_driven``: the server does. Empty: what ``LMCACHE_MP_TRANSFER_MODE`` says.
         max_programs: bound on the grid of the GPU kernels, which the model's kernels share the
             multiprocessors with; 0 for none. Without a bound they are over soonest, which was seen to
             disturb decoding least.
@@ -52,6 +56,7 @@ class ConnectorConfig:
     connect_timeout: float = 1.5
     heartbeat_interval: float = 10.0
     model_name: str = ""
+    mp_transfer_mode: str = ""
     max_programs: int = 0
 
     def __post_init__(self) -> None:
@@ -61,15 +66,31 @@ class ConnectorConfig:
                 raise ConfigError(f"{PREFIX}{field.name}: expected seconds > 0, got {value}")
         if not 0 < self.port < 65536:
             raise ConfigError(f"{PREFIX}port: expected 1 to 65535, got {self.port}")
+        if self.layerwise and self.load_async:
+            logger.warning(
+                "%slayerwise has no effect: loads between steps come whole (%sload_async)",
+                PREFIX,
+                PREFIX,
+            )
         if self.max_programs < 0:
             raise ConfigError(f"{PREFIX}max_programs: expected >= 0, got {self.max_programs}")
         if self.chunk_size < 1:
             raise ConfigError(f"{PREFIX}chunk_size: expected >= 1 token, got {self.chunk_size}")
+        try:
+            transfer_mode(self.mp_transfer_mode or None)
+        except ConfigError as error:
+            raise ConfigError(f"{PREFIX}mp_transfer_mode: {error}") from error
 
     @property
     def loads_by_layer(self) -> bool:
         """Whether a step may begin before all it loads is there."""
-        return self.layerwise and not self.load_async
+        engine_copies = self.transfer_mode == "engine_driven"
+        return self.layerwise and not self.load_async and engine_copies
+
+    @property
+    def transfer_mode(self) -> str:
+        """``engine_driven`` or ``lmcache_driven``."""
+        return transfer_mode(self.mp_transfer_mode or None)
 
     @property
     def url(self) -> str:

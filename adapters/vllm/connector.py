@@ -30,12 +30,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from lmcache_kernels.adapters.messaging.client import CacheClient
 from lmcache_kernels.errors import ConfigError, KVTransferError
 from lmcache_kernels.pages import pages_per_block
-from lmcache_kernels.transfer.context import EngineDrivenContext
+from lmcache_kernels.transfer.context_factory import create_transfer_context
 
 from .config import PREFIX, ConnectorConfig
 from .identity import kv_dtype, model_identity, slice_of_engine
 from .jobs import StepJobs, StepReport
-from .layouts import comes_by_layer, describe_groups, group_shapes
+from .layouts import check_can_move, comes_by_layer, describe_groups, group_shapes
 from .scheduler import SchedulerSide
 from .tracker import fails_whole
 from .worker import WorkerSide
@@ -175,13 +175,19 @@ class LMCacheKernelsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         config = self._vllm_config
         held = slice_of_engine(config, config.parallel_config.rank)
         self._kv_caches = kv_caches  # planes hold addresses only
+        attention = config.compilation_config.static_forward_context
         groups, layers = describe_groups(
-            self._kv_cache_config, kv_caches, _isa_of(config, kv_caches)
+            self._kv_cache_config, kv_caches, _isa_of(attention, kv_caches)
         )
-        context = EngineDrivenContext(
+        mode = self._config.transfer_mode
+        if mode == "lmcache_driven":
+            bound = {name: getattr(layer, "kv_cache", None) for name, layer in attention.items()}
+            check_can_move(kv_caches, bound)
+        context = create_transfer_context(
             groups,
+            mode,
             chunk_tokens=self._config.chunk_size,
-            shard=lambda layout: held.shard(layout, layers),
+            part=held.part(layers),
             instance=self._instance,
             port=self._client,
             timeout=self._config.request_timeout,
@@ -190,13 +196,15 @@ class LMCacheKernelsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         self._shard = context.shard
         pages = [
             pages_per_block(shape.block_tokens, group.block_tokens)
-            for shape, group in zip(self._groups, groups, strict=True)
+            for shape, group in zip(self._groups, context.groups, strict=True)
         ]
         self._worker = WorkerSide(
             context,
             writer=held.writer,
             pages=pages,
-            layers=layers if self._config.loads_by_layer and comes_by_layer(groups) else None,
+            layers=layers
+            if self._config.loads_by_layer and comes_by_layer(context.groups)
+            else None,
         )
         try:
             context.register()
@@ -321,9 +329,8 @@ class LMCacheKernelsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
             self._client.close()
 
 
-def _isa_of(vllm_config: Any, kv_caches: dict[str, torch.Tensor]) -> dict[str, str]:
+def _isa_of(layers: dict[str, Any], kv_caches: dict[str, torch.Tensor]) -> dict[str, str]:
     """Layers of the CPU attention back end, whose pages are laid out for one instruction set."""
-    layers = vllm_config.compilation_config.static_forward_context
     found = {}
     for name in kv_caches:
         isa = getattr(layers.get(name), "isa", None)

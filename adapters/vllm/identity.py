@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from lmcache_kernels.errors import ConfigError
-from lmcache_kernels.transfer.keys import shard_id
+from lmcache_kernels.transfer.cache_forms import ShardPart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from lmcache_kernels.chunk_layout import ChunkLayout
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
@@ -36,15 +34,14 @@ class Slice:
     stages: int
     writer: bool
 
-    def shard(self, layout: ChunkLayout, layers: Sequence[Sequence[str]]) -> bytes:
-        """Id of this slice; ``layers``: per group, names in the order of the rows."""
-        return shard_id(
-            layout.fingerprint,
+    def part(self, layers: Sequence[Sequence[str]]) -> ShardPart:
+        """What names this slice; ``layers``: per group, names in the order of the rows."""
+        return ShardPart(
             index=self.index,
             count=self.count,
             stage=self.stage,
             stages=self.stages,
-            layers=layers,
+            layers=tuple(tuple(group) for group in layers),
         )
 
 

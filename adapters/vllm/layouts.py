@@ -6,8 +6,7 @@ import platform
 from typing import TYPE_CHECKING, Any
 
 from lmcache_kernels.errors import LayoutError
-from lmcache_kernels.plane import CacheGroup
-from lmcache_kernels.views import blocked_group_of, dtype_name, opaque_group_of, plane_of
+from lmcache_kernels.transfer.kv_groups import KVGroup
 
 from .tracker import GroupShape
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from lmcache_kernels.plane import Plane
+    from lmcache_kernels.plane import CacheGroup
 
 LAYOUTS = (
     # vLLM >= 0.29: one logical order for every back end, K and V side by side; strides tell NHD
@@ -73,8 +72,8 @@ def group_shapes(kv_cache_config: Any) -> list[GroupShape]:
 
 def describe_groups(
     kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor], isa_of: Mapping[str, str]
-) -> tuple[list[CacheGroup], list[list[str]]]:
-    """The engine's cache as groups of planes; per group also its layers in the order of their rows.
+) -> tuple[list[KVGroup], list[list[str]]]:
+    """The engine's cache by group; per group also its layers in the order of their rows.
 
     Layers of one shape and stride share a plane, so the order of a chunk's rows can depend on how
     an engine laid its layers out, and belongs to the name of what is stored.
@@ -96,6 +95,26 @@ def describe_groups(
     return [group for group, _ in described], [layers for _, layers in described]
 
 
+def check_can_move(kv_caches: Mapping[str, torch.Tensor], bound: Mapping[str, object]) -> None:
+    """Refuse tensors that attention layers would not follow when they move to shared memory.
+
+    Args:
+        kv_caches: the tensors the engine registered, by layer.
+        bound: what the layers themselves compute with. A tensor object moves, and with it whoever
+            has it, but no view of it.
+
+    Raises:
+        LayoutError: a tensor on the CPU of which a layer has a view only.
+    """
+    for name, tensor in kv_caches.items():
+        if tensor.device.type == "cpu" and bound.get(name) is not tensor:
+            raise LayoutError(
+                f"layer {name}: it computes with a view of its KV cache, which cannot follow into "
+                "the shared memory that lmcache.mp.mp_transfer_mode=lmcache_driven needs on a CPU; "
+                "set it to engine_driven"
+            )
+
+
 def comes_by_layer(groups: Sequence[CacheGroup]) -> bool:
     """Whether rows tell layers apart: not where unlike layers of a group have planes of their own."""
     return all(len(group.planes) == 1 for group in groups)
@@ -112,7 +131,7 @@ def _describe(
     num_blocks: int,
     kv_caches: Mapping[str, torch.Tensor],
     isa_of: Mapping[str, str],
-) -> tuple[CacheGroup, list[str]]:
+) -> tuple[KVGroup, list[str]]:
     specs = _layer_specs(group)
     missing = [name for name in specs if name not in kv_caches]
     if missing:
@@ -123,8 +142,8 @@ def _describe(
             f"vllm cpu_attn {platform.machine()} {isa_of[first_name]} "
             f"heads={first_spec.num_kv_heads} dim={first_spec.head_size}"
         )
-        opaque = opaque_group_of([kv_caches[name] for name in specs], first_spec.block_size, tag)
-        if len(opaque.planes) > 1:  # the tag names one format
+        opaque = KVGroup.of_pages([kv_caches[name] for name in specs], first_spec.block_size, tag)
+        if len(opaque.read().planes) > 1:  # the tag names one format
             raise LayoutError(
                 f"layers {', '.join(specs)}: expected opaque pages that are all alike"
             )
@@ -144,15 +163,14 @@ def _describe(
         )
     # The smallest page is what planes describe; whoever has ids of blocks spells them out.
     page_tokens = first_spec.block_size // pages.pop()
-    planes: list[Plane] = []
+    pieces = []
     for (layout, *_), names in alike.items():
         tensors = [kv_caches[name] for name in names]
         if layout:
-            planes.append(plane_of(tensors, str(layout)))
+            pieces.append(KVGroup.of(tensors, str(layout)))
         else:
-            planes += blocked_group_of(tensors, page_tokens, INDEXER_WIDTHS).planes
-    described = CacheGroup(tuple(planes), page_tokens, dtype_name(kv_caches[first_name]))
-    return described, [name for names in alike.values() for name in names]
+            pieces.append(KVGroup.of_arrays(tensors, page_tokens, INDEXER_WIDTHS))
+    return KVGroup.joined(pieces), [name for names in alike.values() for name in names]
 
 
 def _is_indexer(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_kernels.ids import ABSENT
 from lmcache_kernels.pages import split_ids
-from lmcache_kernels.transfer.context import EngineDrivenContext
+from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
 
 from .jobs import StepReport
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from lmcache_kernels.transfer.context_factory import TransferContext
-    from lmcache_kernels.transfer.layered_load import LayeredLoad
+    from lmcache_kernels.transfer.engine_driven.layered_load import LayeredLoad
     from lmcache_kernels.transfer.store_transfer import StoreTransfer
 
     from .jobs import LoadJob, StepJobs, StoreJob

@@ -9,8 +9,8 @@ from bench import arena
 from bench.arena import HOST_ALLOC, Ready
 from bench.options import Options
 from bench.results import OURS
-from lmcache_kernels.transfer.arena import SHM_DIRECTORY, Arena
-from lmcache_kernels.transfer.memory_room import Room
+from lmcache_kernels.transfer.memory.arena import SHM_DIRECTORY, Arena
+from lmcache_kernels.transfer.memory.memory_room import Room
 
 MIB = 1 << 20
 

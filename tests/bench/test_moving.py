@@ -13,8 +13,8 @@ from bench.moving import GatedDevice, Transfer, host_slots, open_mover
 from bench.trials import Trial
 from bench.workload import set_up, set_up_both
 from lmcache_kernels.chunk_layout import ChunkLayout
-from lmcache_kernels.transfer.moves import Over
-from lmcache_kernels.transfer.slot_header import HEADER_BYTES
+from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES
+from lmcache_kernels.transfer.moving.moves import Over
 from lmcache_kernels.views import group_of
 
 MEMORY = partial(host_slots, "cpu")

@@ -23,7 +23,7 @@ from bench.saturation import (
     time_beside,
 )
 from bench.timing import Spread
-from lmcache_kernels.transfer.moves import Over
+from lmcache_kernels.transfer.moving.moves import Over
 
 TINY = Case(Model("tiny", layers=2, heads=3, dim=8), KV_FIRST)
 

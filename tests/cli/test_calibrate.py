@@ -7,9 +7,9 @@ import torch
 
 from lmcache_kernels.adapters.cli.calibrate import run_calibration
 from lmcache_kernels.errors import ConfigError
-from lmcache_kernels.transfer import calibration
-from lmcache_kernels.transfer.calibration import FORMAT_VERSION, Calibration, keep, kept
-from lmcache_kernels.transfer.planner import Sample
+from lmcache_kernels.transfer.moving import calibration
+from lmcache_kernels.transfer.moving.calibration import FORMAT_VERSION, Calibration, keep, kept
+from lmcache_kernels.transfer.moving.planner import Sample
 
 MACHINE = {"gpu": "a GPU", "driver": "1.2", "link": "32.0 GT/s x16"}
 SAMPLES = [Sample("staged", True, 4096, 16, 1e-4), Sample("direct", False, 4096, 16, 2e-4)]

@@ -70,18 +70,29 @@ def server():
         yield running
 
 
-@pytest.mark.parametrize("load_async", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"load_async": True}, id="async"),
+        pytest.param({"load_async": False}, id="sync"),
+        pytest.param({"load_async": False, "layerwise": True}, id="layerwise"),
+        pytest.param({"mp_transfer_mode": "lmcache_driven"}, id="lmcache_driven"),
+        pytest.param(
+            {"mp_transfer_mode": "lmcache_driven", "load_async": False}, id="lmcache_driven_sync"
+        ),
+    ],
+)
 def test_a_fresh_engine_loads_what_another_stored_and_answers_the_same(
-    load_async, expected, models, server, engines
+    settings, expected, models, server, engines
 ):
-    first = engines(models / "llama", server.url, load_async=load_async)
+    first = engines(models / "llama", server.url, **settings)
     cold = first.generate(list(PROMPTS.values()))
     assert tokens(cold) == list(expected.values())
     # Each prompt is new to the engine and to the server, but for the prefix that two share.
     assert cached(cold) == [0, 0, 0, 0, 0, 3 * CHUNK]
     assert_whole(first)
 
-    second = engines(models / "llama", server.url, load_async=load_async)
+    second = engines(models / "llama", server.url, **settings)
     for name, ids in PROMPTS.items():
         second.reset()
         (warm,) = second.generate([ids])

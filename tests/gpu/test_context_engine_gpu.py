@@ -9,8 +9,8 @@ import pytest
 from engine_suite import *  # noqa: F403
 from engine_suite import BY_NAME, load, make_cache, names, oracle_chunk, store, torch
 
-from lmcache_kernels.transfer.gpu_mover import GpuMover
-from lmcache_kernels.transfer.pinning import PinnedRegion
+from lmcache_kernels.transfer.memory.pinning import PinnedRegion
+from lmcache_kernels.transfer.moving.gpu_mover import GpuMover
 
 pytestmark = pytest.mark.gpu
 

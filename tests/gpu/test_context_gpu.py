@@ -50,7 +50,7 @@ def test_after_a_flush_the_blocks_may_be_overwritten(connected, device):
 
 def test_chunks_across_the_borders_of_pinned_pieces_move_whole(monkeypatch, device):
     """Memory is pinned in pieces, and no single copy may span two of them."""
-    from lmcache_kernels.transfer import pinning
+    from lmcache_kernels.transfer.memory import pinning
 
     monkeypatch.setattr(pinning, "PIECE_BYTES", 1 << 16)
     cache = make_cache(  # noqa: F405
@@ -77,7 +77,7 @@ def test_chunks_across_the_borders_of_pinned_pieces_move_whole(monkeypatch, devi
 
 def test_a_copy_that_fails_half_way_waits_for_what_was_queued(monkeypatch, connected, device):
     """The error comes when nothing touches the blocks or the slots any more, and work goes on."""
-    from lmcache_kernels.transfer.device import CudaDevice
+    from lmcache_kernels.transfer.moving.device import CudaDevice
 
     cache = make_cache(BY_NAME["kv_first_nhd"], blocks=12, device=device)  # noqa: F405
     cache.fill_random(15)

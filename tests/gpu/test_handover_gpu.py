@@ -14,7 +14,8 @@ from handover_peer import HandoverPeer, caches_of, describe, groups_of, settle, 
 from import_graph import ROOT
 
 from lmcache_kernels.errors import LayoutError, PeerGone, TransferTimeout
-from lmcache_kernels.transfer import PeerCopy, PeerTarget, peer_signals
+from lmcache_kernels.transfer import PeerCopy, PeerTarget
+from lmcache_kernels.transfer.handover import peer_signals
 
 pytestmark = pytest.mark.gpu
 

@@ -17,10 +17,11 @@ from transfer_suite import CHUNK_TOKENS, WAIT, load, names, plain_context, store
 from lmcache_kernels import LayoutError, copy_blocks
 from lmcache_kernels.adapters.messaging.client import CacheClient
 from lmcache_kernels.adapters.server.spawn import spawn_server
-from lmcache_kernels.transfer import attachment, pinning
-from lmcache_kernels.transfer.arena import Arena
-from lmcache_kernels.transfer.cuda_host import CudaHostMemory
-from lmcache_kernels.transfer.pinning import PinnedRegion
+from lmcache_kernels.transfer.engine_driven import attachment
+from lmcache_kernels.transfer.memory import pinning
+from lmcache_kernels.transfer.memory.arena import Arena
+from lmcache_kernels.transfer.memory.pinning import PinnedRegion
+from lmcache_kernels.transfer.moving.cuda_host import CudaHostMemory
 from lmcache_kernels.views import plane_of
 
 pytestmark = pytest.mark.gpu
@@ -225,8 +226,8 @@ def test_memory_is_registered_by_a_gpu_that_the_process_uses_already():
 import ctypes, threading, torch
 last = torch.cuda.device_count() - 1
 torch.zeros(1, device=f"cuda:{last}")
-from lmcache_kernels.transfer.arena import Arena
-from lmcache_kernels.transfer.pinning import PinnedRegion
+from lmcache_kernels.transfer.memory.arena import Arena
+from lmcache_kernels.transfer.memory.pinning import PinnedRegion
 arena = Arena.create(1 << 20)
 made = []
 maker = threading.Thread(

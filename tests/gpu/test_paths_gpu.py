@@ -8,9 +8,9 @@ from cachekit import BY_NAME, make_cache, oracle_chunk, untouched_outside
 
 from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.fingerprint import fingerprint
-from lmcache_kernels.transfer.gpu_mover import GpuMover
-from lmcache_kernels.transfer.moves import ChunkMove
-from lmcache_kernels.transfer.planner import PATHS
+from lmcache_kernels.transfer.moving.gpu_mover import GpuMover
+from lmcache_kernels.transfer.moving.moves import ChunkMove
+from lmcache_kernels.transfer.moving.planner import PATHS
 from lmcache_kernels.views import group_of
 
 pytestmark = pytest.mark.gpu

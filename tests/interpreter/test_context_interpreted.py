@@ -13,11 +13,11 @@ import torch
 from cachekit import BY_NAME, make_cache, oracle_chunk
 from lazy_device import LazyDevice
 
-from lmcache_kernels.transfer.context import EngineDrivenContext
-from lmcache_kernels.transfer.device import EventCompletion
 from lmcache_kernels.transfer.embedded import EmbeddedCache
-from lmcache_kernels.transfer.gpu_mover import GpuMover
+from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
 from lmcache_kernels.transfer.keys import shard_id
+from lmcache_kernels.transfer.moving.device import EventCompletion
+from lmcache_kernels.transfer.moving.gpu_mover import GpuMover
 from lmcache_kernels.views import group_of
 
 pytestmark = pytest.mark.skipif(

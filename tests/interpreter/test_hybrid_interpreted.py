@@ -12,9 +12,9 @@ from lazy_device import LazyDevice
 from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.fingerprint import fingerprint
 from lmcache_kernels.ids import ABSENT
-from lmcache_kernels.transfer.gpu_mover import GpuMover
-from lmcache_kernels.transfer.moves import ChunkMove
-from lmcache_kernels.transfer.planner import PATHS
+from lmcache_kernels.transfer.moving.gpu_mover import GpuMover
+from lmcache_kernels.transfer.moving.moves import ChunkMove
+from lmcache_kernels.transfer.moving.planner import PATHS
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"

@@ -18,12 +18,12 @@ from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.errors import ConfigError, LayoutError, TransferFailed
 from lmcache_kernels.fingerprint import fingerprint
 from lmcache_kernels.ids import ABSENT
-from lmcache_kernels.transfer import path as path_module
-from lmcache_kernels.transfer import tally
-from lmcache_kernels.transfer.device import EventCompletion
-from lmcache_kernels.transfer.gpu_mover import GpuMover
-from lmcache_kernels.transfer.moves import ChunkMove, StillMovingError
-from lmcache_kernels.transfer.planner import PATHS
+from lmcache_kernels.transfer.moving import path as path_module
+from lmcache_kernels.transfer.moving import tally
+from lmcache_kernels.transfer.moving.device import EventCompletion
+from lmcache_kernels.transfer.moving.gpu_mover import GpuMover
+from lmcache_kernels.transfer.moving.moves import ChunkMove, StillMovingError
+from lmcache_kernels.transfer.moving.planner import PATHS
 from lmcache_kernels.views import group_of
 
 pytestmark = pytest.mark.skipif(
@@ -331,7 +331,7 @@ def test_layers_that_are_not_those_of_the_cache_are_refused(layers):
 @pytest.mark.parametrize("path", PATHS)
 def test_only_so_much_is_queued_at_a_time(monkeypatch, path):
     """A stream that is full would make CUDA wait with Python's lock held."""
-    monkeypatch.setattr("lmcache_kernels.transfer.path.MARK_EVERY", 16)
+    monkeypatch.setattr("lmcache_kernels.transfer.moving.path.MARK_EVERY", 16)
     rig = Rig(chunks=20, blocks=400, path=path)
     moved = rig.mover.gather(rig.moves(), None)
     assert not moved.done.done()
@@ -344,7 +344,7 @@ def test_only_so_much_is_queued_at_a_time(monkeypatch, path):
 
 def test_a_device_that_has_stopped_is_an_error(monkeypatch):
     """Of a store, and not a hang: what it may still write to is named. And so is every store after it."""
-    monkeypatch.setattr("lmcache_kernels.transfer.path.MARK_EVERY", 16)
+    monkeypatch.setattr("lmcache_kernels.transfer.moving.path.MARK_EVERY", 16)
     rig = Rig(chunks=20, blocks=400, slice_bytes=512)
     rig.device.stopped = True
     with pytest.raises(StillMovingError, match="has not moved") as caught:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from lmcache_kernels.fingerprint import fingerprint
-from lmcache_kernels.transfer.arena import Arena
-from lmcache_kernels.transfer.slot_header import HEADER_BYTES, MAGIC, pack_header
+from lmcache_kernels.transfer.memory.arena import Arena
+from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES, MAGIC, pack_header
 
 
 def slots(view):

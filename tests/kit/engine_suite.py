@@ -13,15 +13,15 @@ from cachekit import BY_NAME, make_cache, oracle_chunk, untouched_outside
 from gate_port import GatePort
 
 from lmcache_kernels.errors import CapacityError, LayoutError
-from lmcache_kernels.transfer import inline_slots, registration
-from lmcache_kernels.transfer.arena import Arena
-from lmcache_kernels.transfer.context import EngineDrivenContext
 from lmcache_kernels.transfer.embedded import EmbeddedCache
+from lmcache_kernels.transfer.engine_driven import inline_slots, registration
+from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
+from lmcache_kernels.transfer.engine_driven.layered_load import LayeredLoad
 from lmcache_kernels.transfer.keys import shard_id
-from lmcache_kernels.transfer.layered_load import LayeredLoad
+from lmcache_kernels.transfer.memory.arena import Arena
+from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES
 from lmcache_kernels.transfer.messages import CommitStore, PrepareStore, Register
-from lmcache_kernels.transfer.movers import mover_for
-from lmcache_kernels.transfer.slot_header import HEADER_BYTES
+from lmcache_kernels.transfer.moving.movers import mover_for
 from lmcache_kernels.views import group_of
 
 CHUNK_TOKENS = 8

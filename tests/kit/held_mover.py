@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from lmcache_kernels.transfer.host_mover import HostMover
-from lmcache_kernels.transfer.moves import Moved
+from lmcache_kernels.transfer.moving.host_mover import HostMover
+from lmcache_kernels.transfer.moving.moves import Moved
 
 
 class Point:

@@ -110,8 +110,8 @@ class HeldServer:
 
 def main(settings):
     from lmcache_kernels.adapters.messaging.server import CacheServerLoop
-    from lmcache_kernels.transfer.arena import Arena
-    from lmcache_kernels.transfer.service import CacheService
+    from lmcache_kernels.transfer.memory.arena import Arena
+    from lmcache_kernels.transfer.serving.service import CacheService
 
     def say(kind, value):
         sys.stdout.write(json.dumps([kind, value]) + "\n")
@@ -136,8 +136,8 @@ def main(settings):
 
     def install():
         """When the first cache is opened, because that loads torch."""
-        from lmcache_kernels.transfer import movers
-        from lmcache_kernels.transfer.host_mover import HostMover
+        from lmcache_kernels.transfer.moving import movers
+        from lmcache_kernels.transfer.moving.host_mover import HostMover
 
         class Halting(HostMover):
             def gather(self, moves, after):

@@ -40,7 +40,7 @@ def open_cache(seed):
 
 
 def open_context(cache, port, instance, mover=None, timeout=WAIT):
-    from lmcache_kernels.transfer.context import EngineDrivenContext
+    from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
     from lmcache_kernels.transfer.keys import shard_id
     from lmcache_kernels.views import group_of
 
@@ -66,7 +66,7 @@ class Steps:
     def __init__(self, reached, port):
         from held_mover import HeldMover
 
-        from lmcache_kernels.transfer.attachment import Attachment
+        from lmcache_kernels.transfer.engine_driven.attachment import Attachment
 
         class Mover(HeldMover):
             def __init__(self, groups, layout):
@@ -155,7 +155,7 @@ def say(line):
 
 def main(url, direction, step, instance):
     from lmcache_kernels.adapters.messaging.client import CacheClient
-    from lmcache_kernels.transfer import registration
+    from lmcache_kernels.transfer.engine_driven import registration
 
     def reached(name):
         if name == step:

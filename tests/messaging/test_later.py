@@ -8,7 +8,6 @@ from formkit import piece
 
 from lmcache_kernels.errors import PeerGone, RemoteError, TransferTimeout
 from lmcache_kernels.transfer.cache_forms import ShardPart
-from lmcache_kernels.transfer.later import Later
 from lmcache_kernels.transfer.messages import (
     Clear,
     Cleared,
@@ -17,6 +16,7 @@ from lmcache_kernels.transfer.messages import (
     RegisterCache,
     Registered,
 )
+from lmcache_kernels.transfer.serving.later import Later
 
 
 def lookup(size=1):

@@ -19,7 +19,7 @@ from lmcache_kernels.adapters.server import main as server_main
 from lmcache_kernels.adapters.server.main import serve
 from lmcache_kernels.adapters.server.spawn import spawn_server
 from lmcache_kernels.errors import ConfigError, PeerGone, TransferTimeout
-from lmcache_kernels.transfer.arena import Arena
+from lmcache_kernels.transfer.memory.arena import Arena
 from lmcache_kernels.transfer.messages import (
     Done,
     Found,

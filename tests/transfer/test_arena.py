@@ -22,8 +22,13 @@ from lmcache_kernels.errors import (
     PeerGone,
     RemoteProtocolError,
 )
-from lmcache_kernels.transfer import arena as arena_module
-from lmcache_kernels.transfer.arena import NAME_PATTERN, SHM_DIRECTORY, Arena, sweep_stale_segments
+from lmcache_kernels.transfer.memory import arena as arena_module
+from lmcache_kernels.transfer.memory.arena import (
+    NAME_PATTERN,
+    SHM_DIRECTORY,
+    Arena,
+    sweep_stale_segments,
+)
 
 MIB = 1 << 20
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -31,7 +36,7 @@ STALE = "lmcache_kernels_" + "0" * 32
 
 OWNER = """
 import sys, pathlib
-from lmcache_kernels.transfer.arena import Arena
+from lmcache_kernels.transfer.memory.arena import Arena
 arena = Arena.create(int(sys.argv[2]), pathlib.Path(sys.argv[1]))
 arena.view(0, 5)[:] = b"alive"
 print(arena.name, flush=True)
@@ -110,7 +115,7 @@ def test_the_file_is_private_and_fully_reserved(shm: Path) -> None:
 def test_pages_are_of_2_mb_where_the_file_system_allows_it(shm: Path) -> None:
     script = """
 import pathlib, sys
-from lmcache_kernels.transfer.arena import Arena
+from lmcache_kernels.transfer.memory.arena import Arena
 def huge():
     info = pathlib.Path("/proc/meminfo").read_text().split()
     return int(info[info.index("ShmemHugePages:") + 1])
@@ -148,7 +153,7 @@ def test_the_node_is_asked_for_before_the_first_page(
 def test_a_server_process_makes_an_arena_without_torch(shm: Path) -> None:
     script = """
 import pathlib, sys
-from lmcache_kernels.transfer.arena import Arena
+from lmcache_kernels.transfer.memory.arena import Arena
 Arena.create(1 << 20, pathlib.Path(sys.argv[1])).close()
 assert "torch" not in sys.modules
 """
@@ -215,7 +220,7 @@ def test_descriptors_do_not_leak(shm: Path) -> None:
 def test_a_forked_child_that_exits_leaves_the_file(shm: Path) -> None:
     script = """
 import os, sys, pathlib
-from lmcache_kernels.transfer.arena import Arena
+from lmcache_kernels.transfer.memory.arena import Arena
 directory = pathlib.Path(sys.argv[1])
 arena = Arena.create(4096, directory)
 child = os.fork()
@@ -429,7 +434,8 @@ def test_fault_f03_a_small_file_system_never_means_sigbus(shm: Path, populate: b
     script = f"""
 import sys, pathlib
 from lmcache_kernels.errors import CapacityError
-from lmcache_kernels.transfer import arena, first_touch
+from lmcache_kernels.transfer.memory import arena
+from lmcache_kernels.transfer.memory import first_touch
 directory = pathlib.Path(sys.argv[1])
 first_touch.PIECE_BYTES = 1 << 18
 if not {populate}:
@@ -456,7 +462,7 @@ def test_fault_f03_starts_that_race_for_the_room_all_end_well(shm: Path) -> None
     script = """
 import os, pathlib, sys
 from lmcache_kernels.errors import CapacityError
-from lmcache_kernels.transfer import arena
+from lmcache_kernels.transfer.memory import arena
 directory = pathlib.Path(sys.argv[1])
 arena.check_room = lambda *_: None
 def race():

@@ -25,9 +25,10 @@ from lmcache_kernels.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from lmcache_kernels.transfer import attachment, worker
-from lmcache_kernels.transfer.context import EngineDrivenContext
 from lmcache_kernels.transfer.embedded import EmbeddedCache
+from lmcache_kernels.transfer.engine_driven import attachment, worker
+from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
+from lmcache_kernels.transfer.engine_driven.registration import Registration
 from lmcache_kernels.transfer.keys import shard_id
 from lmcache_kernels.transfer.messages import (
     AbortStore,
@@ -39,8 +40,7 @@ from lmcache_kernels.transfer.messages import (
     Register,
     Unregister,
 )
-from lmcache_kernels.transfer.moves import Over
-from lmcache_kernels.transfer.registration import Registration
+from lmcache_kernels.transfer.moving.moves import Over
 from lmcache_kernels.transfer.store_transfer import StoreTransfer
 from lmcache_kernels.views import group_of
 

@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from lmcache_kernels.errors import ConfigError, LayoutError
-from lmcache_kernels.transfer import context_factory, recorded_events
+from lmcache_kernels.transfer import context_factory
 from lmcache_kernels.transfer.cache_forms import ShardPart
-from lmcache_kernels.transfer.context import EngineDrivenContext
-from lmcache_kernels.transfer.context_factory import create_transfer_context, transfer_mode
+from lmcache_kernels.transfer.context_factory import create_transfer_context
 from lmcache_kernels.transfer.embedded import EmbeddedCache
+from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
 from lmcache_kernels.transfer.kv_groups import KVGroup
-from lmcache_kernels.transfer.lmcache_driven import LmcacheDrivenContext
+from lmcache_kernels.transfer.lmcache_driven import recorded_events
+from lmcache_kernels.transfer.lmcache_driven.context import LmcacheDrivenContext
 from lmcache_kernels.transfer.sharing.devices import DeviceDescription
+from lmcache_kernels.transfer.transfer_mode import transfer_mode
 
 
 def test_mp_004_what_is_configured_hides_the_environment():
@@ -131,7 +133,7 @@ def test_events_that_cannot_be_shared_are_noticed_before_anything_is(make, monke
 
     tensor = torch.zeros(4, 8, 16)
     before = tensor.data_ptr()
-    monkeypatch.setattr("lmcache_kernels.transfer.lmcache_driven.recorded_events", refuse)
+    monkeypatch.setattr("lmcache_kernels.transfer.lmcache_driven.context.recorded_events", refuse)
     with pytest.raises(ConfigError), make(groups_of(tensor), "lmcache_driven"):
         pass
     assert tensor.data_ptr() == before

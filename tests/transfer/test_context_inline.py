@@ -18,10 +18,11 @@ from lmcache_kernels.adapters.messaging.client import CacheClient
 from lmcache_kernels.adapters.messaging.wire import MAX_FRAME, encode_body
 from lmcache_kernels.adapters.server.spawn import spawn_server
 from lmcache_kernels.errors import CapacityError, Closed, KVTransferError, RemoteError
-from lmcache_kernels.transfer import registration
-from lmcache_kernels.transfer.context import EngineDrivenContext
 from lmcache_kernels.transfer.embedded import EmbeddedCache
+from lmcache_kernels.transfer.engine_driven import registration
+from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
 from lmcache_kernels.transfer.keys import shard_id
+from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES
 from lmcache_kernels.transfer.messages import (
     MAX_PART,
     AbortStore,
@@ -35,7 +36,6 @@ from lmcache_kernels.transfer.messages import (
     Register,
     StoreSlots,
 )
-from lmcache_kernels.transfer.slot_header import HEADER_BYTES
 from lmcache_kernels.views import group_of
 
 CHUNK = 8

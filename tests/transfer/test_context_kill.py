@@ -36,10 +36,10 @@ from lmcache_kernels.adapters.messaging.client import CacheClient
 from lmcache_kernels.adapters.messaging.server import CacheServerLoop
 from lmcache_kernels.adapters.server.spawn import spawn_server
 from lmcache_kernels.errors import KVTransferError
-from lmcache_kernels.transfer import registration
-from lmcache_kernels.transfer.arena import SHM_DIRECTORY, Arena
+from lmcache_kernels.transfer.engine_driven import registration
+from lmcache_kernels.transfer.memory.arena import SHM_DIRECTORY, Arena
 from lmcache_kernels.transfer.messages import Ping
-from lmcache_kernels.transfer.service import LEASE_TTL, WORKER_TTL, CacheService
+from lmcache_kernels.transfer.serving.service import LEASE_TTL, WORKER_TTL, CacheService
 
 DEAD = 7
 """Id of the worker that is killed."""

@@ -17,11 +17,11 @@ from held_mover import HeldMover
 from lmcache_kernels.adapters.messaging.connect import connect
 from lmcache_kernels.adapters.server.spawn import spawn_server
 from lmcache_kernels.errors import KVTransferError
-from lmcache_kernels.transfer.context import EngineDrivenContext
 from lmcache_kernels.transfer.embedded import EmbeddedCache
+from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
 from lmcache_kernels.transfer.keys import shard_id
 from lmcache_kernels.transfer.messages import PrepareStore, Register
-from lmcache_kernels.transfer.nvtx import SWITCH, nvtx_ranges
+from lmcache_kernels.transfer.moving.nvtx import SWITCH, nvtx_ranges
 from lmcache_kernels.transfer.observer import Guarded, NullObserver, Sum, Totals, TransferEvent
 from lmcache_kernels.views import group_of
 

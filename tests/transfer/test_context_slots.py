@@ -12,9 +12,10 @@ from cachekit import BY_NAME, make_cache
 from held_mover import HeldMover
 
 from lmcache_kernels.errors import LocalProtocolError, RemoteError
-from lmcache_kernels.transfer.context import EngineDrivenContext
 from lmcache_kernels.transfer.embedded import EmbeddedCache
+from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
 from lmcache_kernels.transfer.keys import shard_id
+from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES
 from lmcache_kernels.transfer.messages import (
     AbortStore,
     Clear,
@@ -24,8 +25,7 @@ from lmcache_kernels.transfer.messages import (
     PrepareStore,
     Register,
 )
-from lmcache_kernels.transfer.slot_header import HEADER_BYTES
-from lmcache_kernels.transfer.slots import SlotAllocator
+from lmcache_kernels.transfer.serving.slots import SlotAllocator
 from lmcache_kernels.views import group_of
 
 PAYLOAD = 512

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lmcache_kernels.errors import CapacityError, Closed, RemoteError
-from lmcache_kernels.transfer.arena import Arena
 from lmcache_kernels.transfer.embedded import EmbeddedCache
+from lmcache_kernels.transfer.memory.arena import Arena
+from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES
 from lmcache_kernels.transfer.messages import (
     Clear,
     Cleared,
@@ -29,8 +30,7 @@ from lmcache_kernels.transfer.messages import (
     StoreSlots,
     Welcome,
 )
-from lmcache_kernels.transfer.slot_header import HEADER_BYTES
-from lmcache_kernels.transfer.store import READ_TTL
+from lmcache_kernels.transfer.serving.store import READ_TTL
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_kernels.errors import ConfigError
-from lmcache_kernels.transfer.expiring import Expiring
+from lmcache_kernels.transfer.serving.expiring import Expiring
 
 STEPS = st.lists(
     st.tuples(

@@ -13,8 +13,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from lmcache_kernels.transfer import first_touch
-from lmcache_kernels.transfer.arena import SHM_DIRECTORY
+from lmcache_kernels.transfer.memory import first_touch
+from lmcache_kernels.transfer.memory.arena import SHM_DIRECTORY
 
 PAGE = os.sysconf("SC_PAGESIZE")
 

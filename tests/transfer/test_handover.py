@@ -13,7 +13,7 @@ from handover_peer import HandoverPeer, caches_of, describe, groups_of
 from lmcache_kernels import group_of, opaque_group_of
 from lmcache_kernels.errors import Closed, LayoutError, PeerGone, RemoteProtocolError
 from lmcache_kernels.transfer import PeerCopy, PeerTarget
-from lmcache_kernels.transfer.arena import SHM_DIRECTORY, sweep_stale_segments
+from lmcache_kernels.transfer.memory.arena import SHM_DIRECTORY, sweep_stale_segments
 from lmcache_kernels.transfer.sharing.descriptors import decode
 
 HND = [{"layout": "kv_first_hnd", "seed": 1, "blocks": 9}]

@@ -13,9 +13,14 @@ from lmcache_kernels.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from lmcache_kernels.transfer import peer_memory, peer_signals
-from lmcache_kernels.transfer.peer_memory import bytes_at, open_for
-from lmcache_kernels.transfer.peer_signals import EVENTS_KEPT, PeerSignals, wait_for, wait_until
+from lmcache_kernels.transfer.handover import peer_memory, peer_signals
+from lmcache_kernels.transfer.handover.peer_memory import bytes_at, open_for
+from lmcache_kernels.transfer.handover.peer_signals import (
+    EVENTS_KEPT,
+    PeerSignals,
+    wait_for,
+    wait_until,
+)
 from lmcache_kernels.transfer.sharing.cuda_driver import CudaCallFailed, CudaDriver
 from lmcache_kernels.transfer.sharing.cuda_share import CudaSharing
 from lmcache_kernels.transfer.sharing.descriptors import CudaShare, describe

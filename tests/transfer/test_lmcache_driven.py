@@ -21,11 +21,11 @@ from lmcache_kernels.errors import (
     RemoteError,
     TransferTimeout,
 )
-from lmcache_kernels.transfer import cache_copies, lmcache_driven, served_cache, served_caches
 from lmcache_kernels.transfer.cache_forms import ShardPart
 from lmcache_kernels.transfer.embedded import EmbeddedCache
 from lmcache_kernels.transfer.kv_groups import KVGroup
-from lmcache_kernels.transfer.lmcache_driven import LmcacheDrivenContext
+from lmcache_kernels.transfer.lmcache_driven import context as lmcache_driven
+from lmcache_kernels.transfer.lmcache_driven.context import LmcacheDrivenContext
 from lmcache_kernels.transfer.messages import (
     AbortStore,
     CommitStore,
@@ -42,6 +42,7 @@ from lmcache_kernels.transfer.messages import (
     Unregister,
 )
 from lmcache_kernels.transfer.observer import Totals
+from lmcache_kernels.transfer.serving import cache_copies, served_cache, served_caches
 from lmcache_kernels.transfer.sharing.wrapping import wrap_one_kv_cache
 
 CHUNK = 8  # two blocks of four tokens

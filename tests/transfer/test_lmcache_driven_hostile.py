@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.errors import LayoutError, RemoteError
-from lmcache_kernels.transfer.arena import Arena
 from lmcache_kernels.transfer.cache_forms import (
     MAX_PARTS,
     MAX_ROWS,
@@ -26,6 +25,7 @@ from lmcache_kernels.transfer.cache_forms import (
 )
 from lmcache_kernels.transfer.embedded import EmbeddedCache
 from lmcache_kernels.transfer.kv_groups import KVGroup
+from lmcache_kernels.transfer.memory.arena import Arena
 from lmcache_kernels.transfer.messages import (
     MAX_CHUNKS,
     AbortStore,

@@ -13,8 +13,8 @@ from served_worker import BLOCKS, CHUNK, ServedWorker, digests, make_tensor
 
 from lmcache_kernels.adapters.messaging.client import CacheClient
 from lmcache_kernels.chunk_layout import ChunkLayout
-from lmcache_kernels.transfer.arena import SHM_DIRECTORY, sweep_stale_segments
 from lmcache_kernels.transfer.cache_forms import ShardPart
+from lmcache_kernels.transfer.memory.arena import SHM_DIRECTORY, sweep_stale_segments
 from lmcache_kernels.transfer.messages import Lookup, Ping, Unregister
 from lmcache_kernels.views import group_of
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lmcache_kernels.errors import CapacityError
-from lmcache_kernels.transfer import memory_room
-from lmcache_kernels.transfer.memory_room import check_room, no_room
+from lmcache_kernels.transfer.memory import memory_room
+from lmcache_kernels.transfer.memory.memory_room import check_room, no_room
 
 MIB = 1 << 20
 

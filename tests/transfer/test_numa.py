@@ -8,7 +8,7 @@ import mmap
 import pytest
 
 from lmcache_kernels.errors import ConfigError
-from lmcache_kernels.transfer import numa
+from lmcache_kernels.transfer.memory import numa
 
 
 @pytest.fixture

@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_kernels.errors import LayoutError
-from lmcache_kernels.transfer import attachment as attachment_module
-from lmcache_kernels.transfer import cuda_host, pinning
-from lmcache_kernels.transfer.arena import Arena
-from lmcache_kernels.transfer.attachment import Attachment
+from lmcache_kernels.transfer.engine_driven import attachment as attachment_module
+from lmcache_kernels.transfer.engine_driven.attachment import Attachment
+from lmcache_kernels.transfer.memory import pinning
+from lmcache_kernels.transfer.memory.arena import Arena
+from lmcache_kernels.transfer.memory.pinning import PinnedRegion
+from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES
 from lmcache_kernels.transfer.messages import Registered
-from lmcache_kernels.transfer.pinning import PinnedRegion
-from lmcache_kernels.transfer.slot_header import HEADER_BYTES
+from lmcache_kernels.transfer.moving import cuda_host
 
 WAIT = 30.0
 PIECE = 1 << 20
@@ -312,8 +313,8 @@ def test_fault_f09_under_a_real_limit_on_locked_memory() -> None:
     """A CUDA that locks memory as drivers do, in a process that may lock 64 KiB."""
     script = """
 import ctypes, logging, mmap, os, resource, sys, threading
-from lmcache_kernels.transfer import pinning
-from lmcache_kernels.transfer.pinning import PinnedRegion
+from lmcache_kernels.transfer.memory import pinning
+from lmcache_kernels.transfer.memory.pinning import PinnedRegion
 
 if os.geteuid() == 0:
     os.setuid(65534)  # root may lock what it likes

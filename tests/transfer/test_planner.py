@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_kernels.transfer.planner import DISTURBING_SECONDS, Job, Planner, Sample
+from lmcache_kernels.transfer.moving.planner import DISTURBING_SECONDS, Job, Planner, Sample
 
 RUNS, COUNTS = (256, 4096, 1 << 20), (16, 512, 8192)
 

@@ -12,9 +12,9 @@ from held_mover import Point
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_kernels.transfer import served_cache
-from lmcache_kernels.transfer.request_checks import RefusedError
-from lmcache_kernels.transfer.served_cache import Permit, ServedCache
+from lmcache_kernels.transfer.serving import served_cache
+from lmcache_kernels.transfer.serving.request_checks import RefusedError
+from lmcache_kernels.transfer.serving.served_cache import Permit, ServedCache
 
 WAIT = 30.0
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lmcache_kernels.errors import ConfigError
 from lmcache_kernels.transfer import messages
 from lmcache_kernels.transfer.cache_forms import ShardPart
+from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES
 from lmcache_kernels.transfer.messages import (
     ERROR_CODES,
     MAX_CHUNKS,
@@ -49,8 +50,7 @@ from lmcache_kernels.transfer.messages import (
     Unregister,
     Welcome,
 )
-from lmcache_kernels.transfer.service import CacheService
-from lmcache_kernels.transfer.slot_header import HEADER_BYTES
+from lmcache_kernels.transfer.serving.service import CacheService
 
 SHARD, OTHER = b"s" * 32, b"o" * 32
 CHUNK = 1536

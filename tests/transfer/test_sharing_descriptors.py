@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_kernels.errors import LayoutError, RemoteProtocolError
-from lmcache_kernels.transfer.arena import Arena
+from lmcache_kernels.transfer.memory.arena import Arena
 from lmcache_kernels.transfer.sharing import descriptors
 from lmcache_kernels.transfer.sharing.descriptors import (
     DTYPES,

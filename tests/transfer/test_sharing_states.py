@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from lmcache_kernels.errors import LayoutError
-from lmcache_kernels.transfer.arena import SHM_DIRECTORY
+from lmcache_kernels.transfer.memory.arena import SHM_DIRECTORY
 from lmcache_kernels.transfer.sharing.wrapping import wrap_kv_caches
 
 SLICES = [slice(0, 40), slice(40, 64), slice(0, 64)]

@@ -12,7 +12,7 @@ from lmcache_kernels.chunk_copy import cut, pair_planes
 from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.copy_config import choose_config
 from lmcache_kernels.copy_plan import CopyPlan
-from lmcache_kernels.transfer.slice_plan import FIRST_BYTES, fill, layer_sizes, part_sizes
+from lmcache_kernels.transfer.moving.slice_plan import FIRST_BYTES, fill, layer_sizes, part_sizes
 from lmcache_kernels.views import group_of
 
 MB = 1 << 20

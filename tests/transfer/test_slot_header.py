@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_kernels.errors import LocalProtocolError, RemoteProtocolError
-from lmcache_kernels.transfer.slot_header import HEADER_BYTES, pack_header, read_header
-from lmcache_kernels.transfer.slots import SLOT_ALIGN
+from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES, pack_header, read_header
+from lmcache_kernels.transfer.serving.slots import SLOT_ALIGN
 
 SHARD = bytes(range(32))
 DIGEST = bytes(range(100, 132))

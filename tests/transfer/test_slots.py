@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lmcache_kernels.errors import ConfigError, LocalProtocolError
-from lmcache_kernels.transfer.slots import SlotAllocator
+from lmcache_kernels.transfer.serving.slots import SlotAllocator
 
 ALIGN = 8
 CAPACITY = 40 * ALIGN

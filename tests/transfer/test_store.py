@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmcache_kernels.errors import ConfigError, LocalProtocolError
-from lmcache_kernels.transfer.store import NO_TICKET, ChunkStore, Reading
+from lmcache_kernels.transfer.serving.store import NO_TICKET, ChunkStore, Reading
 
 SHARD, OTHER = b"s" * 32, b"o" * 32
 DIGESTS = [bytes([i]) * 32 for i in range(8)]

@@ -26,11 +26,14 @@ from lmcache_kernels.transfer import (
     PeerCopy,
     PeerTarget,
     TransferEvent,
+    create_transfer_context,
     open_kv_caches,
     root_digest,
     shard_id,
     wrap_kv_caches,
 )
+from lmcache_kernels.transfer.cache_forms import ShardPart
+from lmcache_kernels.transfer.kv_groups import KVGroup
 
 cache = torch.zeros(2, 8, 16, 4, 64)
 plane = plane_of(cache, "kv block token head dim")
@@ -83,6 +86,17 @@ with EmbeddedCache(arena_bytes=1 << 20, chunk_tokens=256) as store:
     assert_type(context.submit_store(names, [[1], range(3)]).result, Future[int])
     assert_type(context.submit_retrieve(names, [[1]], skip_first_n_tokens=16), Future[int])
     context.submit_store(names, [1, 2])  # type: ignore[list-item]
+    either = create_transfer_context(
+        [KVGroup.of(cache, "kv block token head dim")],
+        "auto",
+        chunk_tokens=256,
+        part=ShardPart(index=0, count=1),
+        instance=2,
+        port=store,
+    )
+    assert_type(either.submit_store(names, [[1]]).result, Future[int])
+    assert_type(either.submit_retrieve(names, [[1]], skip_first_n_tokens=16), Future[int])
+    create_transfer_context([group], chunk_tokens=256)  # type: ignore[call-arg, list-item]
     EngineDrivenContext([group], 256)  # type: ignore[call-arg]
 
 with PeerTarget({"layer": cache}) as target:

@@ -45,11 +45,32 @@ def test_what_counts_as_true(text):
         ("port", "x"),
         ("chunk_size", 0),
         ("load_async", "maybe"),
+        ("mp_transfer_mode", "both"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_naming_its_key(key, value):
     with pytest.raises(ConfigError, match=rf"lmcache\.mp\.{key}"):
         read(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("configured", "environment", "mode"),
+    [
+        ({}, None, "engine_driven"),
+        ({"mp_transfer_mode": "auto"}, "lmcache_driven", "engine_driven"),
+        ({"mp_transfer_mode": "LMCACHE_DRIVEN"}, None, "lmcache_driven"),
+        ({}, "lmcache_driven", "lmcache_driven"),
+    ],
+)
+def test_who_copies_is_what_was_set_or_else_the_environments(
+    configured, environment, mode, monkeypatch
+):
+    monkeypatch.delenv("LMCACHE_MP_TRANSFER_MODE", raising=False)
+    if environment:
+        monkeypatch.setenv("LMCACHE_MP_TRANSFER_MODE", environment)
+    config = read(**configured, layerwise=True, load_async=False)
+    assert config.transfer_mode == mode
+    assert config.loads_by_layer is (mode == "engine_driven")
 
 
 @pytest.mark.parametrize(

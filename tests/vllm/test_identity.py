@@ -134,6 +134,5 @@ def test_a_local_checkpoint_written_anew_is_another_model(tmp_path):
 
 def test_a_shard_knows_its_layers():
     held = slice_of(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, total_kv_heads=4, mla=False)
-    layout = SimpleNamespace(fingerprint=bytes(32))
     groupings = ([["a", "b"]], [["b", "a"]], [["a"], ["b"]], [["ab"]])
-    assert len({held.shard(layout, layers) for layers in groupings}) == 4
+    assert len({held.part(layers).shard(bytes(32)) for layers in groupings}) == 4

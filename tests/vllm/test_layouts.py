@@ -9,6 +9,7 @@ import torch
 
 from lmcache_kernels.adapters.vllm.layouts import (
     axes_of,
+    check_can_move,
     describe_groups,
     group_shapes,
 )
@@ -44,6 +45,12 @@ def config(*groups, num_blocks=10):
             SimpleNamespace(kv_cache_spec=spec, layer_names=names) for spec, names in groups
         ],
     )
+
+
+def described(*arguments):
+    """The groups as they are read, and their layers."""
+    groups, layers = describe_groups(*arguments)
+    return [group.read() for group in groups], layers
 
 
 @pytest.mark.parametrize(
@@ -83,7 +90,7 @@ def test_layers_become_rows_and_other_shapes_planes_of_their_own():
         "b": torch.zeros(10, 3, 16, 16),
         "c": torch.zeros(10, 5, 16, 16),
     }
-    (group,), layers = describe_groups(config((spec, ["a", "b", "c"])), caches, {})
+    (group,), layers = described(config((spec, ["a", "b", "c"])), caches, {})
     assert layers == [["a", "b", "c"]]
     assert [(plane.rows, plane.num_heads) for plane in group.planes] == [(2, 3), (1, 5)]
     assert group.planes[0].bases == (caches["a"].data_ptr(), caches["b"].data_ptr())
@@ -93,8 +100,7 @@ def test_layers_become_rows_and_other_shapes_planes_of_their_own():
 def test_pages_of_the_cpu_back_end_are_opaque_and_know_their_instruction_set():
     caches = {"a": torch.zeros(10, 3, 16, 16)}
     groups = {
-        isa: describe_groups(config((full(), ["a"])), caches, {"a": isa})[0][0]
-        for isa in ("vec", "amx")
+        isa: described(config((full(), ["a"])), caches, {"a": isa})[0][0] for isa in ("vec", "amx")
     }
     plane = groups["vec"].planes[0]
     assert (plane.block_tokens, plane.num_heads, plane.width) == (1, 1, 3 * 16 * 16 * 4)
@@ -155,7 +161,7 @@ def test_pages_of_the_sparse_attention_indexer_are_values_and_then_scales():
         "attn": full(MLAAttentionSpec, heads=1, tokens=64, size=576),
         "indexer": full(MLAAttentionSpec, heads=1, tokens=64, size=132),
     }
-    (group,), _ = describe_groups(
+    (group,), _ = described(
         config((specs, ["attn", "indexer"])), {"attn": latent, "indexer": index}, {}
     )
     assert [(p.width, p.token_stride, p.block_stride) for p in group.planes] == [
@@ -176,7 +182,7 @@ def test_layers_that_engines_stride_differently_never_pass_for_each_other():
             else torch.zeros(10, 16, 3, 16).transpose(1, 2)
             for i, hnd in enumerate(head_major)
         }
-        groups, layers = describe_groups(config((full(), list(caches))), caches, {})
+        groups, layers = described(config((full(), list(caches))), caches, {})
         layout = ChunkLayout.of(groups, 16)
         return layout.fingerprint, layers
 
@@ -197,7 +203,7 @@ def test_layers_that_engines_stride_differently_never_pass_for_each_other():
 )
 def test_fault_a05_blocks_may_be_several_pages_of_the_attention_kernel(shape, page_tokens):
     """Planes describe the pages that the tensors have, whatever the scheduler counts."""
-    (group,), _ = describe_groups(config((full(tokens=20), ["a"])), {"a": torch.zeros(shape)}, {})
+    (group,), _ = described(config((full(tokens=20), ["a"])), {"a": torch.zeros(shape)}, {})
     assert group.block_tokens == page_tokens
     assert group.num_blocks == 10 * 20 // page_tokens
 
@@ -212,3 +218,13 @@ def test_layers_of_one_group_are_cut_alike():
     caches = {"a": torch.zeros(50, 3, 4, 16), "b": torch.zeros(20, 3, 10, 16)}
     with pytest.raises(LayoutError, match=r"cut blocks alike, got \[2, 5\] pages a block"):
         describe_groups(config((full(tokens=20), ["a", "b"])), caches, {})
+
+
+def test_a_layer_with_a_view_of_its_cache_could_not_follow_to_shared_memory():
+    cache = torch.zeros(10, 3, 16, 16)
+    check_can_move({"a": cache}, {"a": cache})
+    for bound in ({"a": cache.view(20, 3, 8, 16)}, {"a": [cache]}, {}):
+        with pytest.raises(LayoutError, match=r"layer a: it computes with a view .* engine_driven"):
+            check_can_move({"a": cache}, bound)
+    on_device = torch.zeros(10, 3, 16, 16, device="meta")
+    check_can_move({"a": on_device}, {"a": on_device.view(-1)})

@@ -15,8 +15,8 @@ from lmcache_kernels.adapters.vllm import worker as worker_module
 from lmcache_kernels.adapters.vllm.jobs import LoadJob, StepJobs, StoreJob
 from lmcache_kernels.adapters.vllm.worker import WorkerSide, places_of
 from lmcache_kernels.ids import ABSENT
-from lmcache_kernels.transfer.context import EngineDrivenContext
 from lmcache_kernels.transfer.embedded import EmbeddedCache
+from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
 from lmcache_kernels.transfer.keys import shard_id
 from lmcache_kernels.transfer.messages import Clear, Unregister
 from lmcache_kernels.views import group_of

@@ -19,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lmcache_kernels.errors import LayoutError, LocalProtocolError
-from lmcache_kernels.transfer.arena import Arena
+from lmcache_kernels.transfer.memory.arena import Arena
 
 from .descriptors import CpuShare, describe
 from .opening import OpenOnce

@@ -1,0 +1,259 @@
+"""The engine-driven transfer context: the worker itself moves chunks between its paged cache and the
+server's arena. A store is prepare, gather, commit; a retrieve is prepare, scatter, commit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from lmcache_kernels.chunk_layout import ChunkLayout
+from lmcache_kernels.transfer.moving.movers import mover_for, one_device
+from lmcache_kernels.transfer.moving.moves import copy_block_ids
+from lmcache_kernels.transfer.moving.nvtx import nvtx_ranges
+from lmcache_kernels.transfer.observer import Guarded, NullObserver
+from lmcache_kernels.transfer.store_transfer import StoreTransfer, Transfer
+
+from .lane import Lane
+from .layered_load import LayeredLoad
+from .loading import Load, Loading
+from .registration import Registration
+from .storing import Store, Storing
+from .worker import DEVICE_TIMEOUT, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+
+    from lmcache_kernels.chunk_copy import Layers
+    from lmcache_kernels.plane import CacheGroup
+    from lmcache_kernels.transfer.moving.moves import Mover
+    from lmcache_kernels.transfer.observer import Observer
+    from lmcache_kernels.transfer.port import CachePort
+
+logger = logging.getLogger(__name__)
+
+
+class EngineDrivenContext:
+    """Moves chunks between an engine's cache and a cache server's arena.
+
+    Submits return at once (on a CPU engine: when the work is done) and never raise for anything
+    the server does: results and typed errors come through futures, each finished exactly once.
+    Stores are carried out in the order of their submission, and so are loads; neither waits for the
+    other. Submit from one thread. Closing twice is fine.
+
+    Args:
+        groups: the engine's cache; keep its tensors alive until :meth:`close`.
+        chunk_tokens: tokens of one chunk.
+        shard: id of the slice of the model's cache that this worker holds, from the layout's
+            fingerprint.
+        instance: id of this worker, random, 63 bits.
+        port: the cache.
+        timeout: seconds a single request may take.
+        load_patience: seconds after which a load that has not begun fails, its blocks untouched.
+        max_programs: bound on the grid of every GPU kernel.
+        mover: makes what moves chunks; None: what suits the device, with ``max_programs``.
+        observer: told of every transfer that ends.
+
+    Raises:
+        LayoutError: groups on several devices, or a chunk size that a block size does not divide.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        *,
+        chunk_tokens: int,
+        shard: Callable[[ChunkLayout], bytes],
+        instance: int,
+        port: CachePort,
+        timeout: float = 2.0,
+        load_patience: float = 10.0,
+        max_programs: int | None = None,
+        mover: Callable[[Sequence[CacheGroup], ChunkLayout], Mover] | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        device = one_device(groups)
+        self._instance = instance
+        self.groups = tuple(groups)
+        self.layout = ChunkLayout.of(self.groups, chunk_tokens)
+        self.shard = shard(self.layout)
+        if mover is None:
+            self._mover = mover_for(self.groups, self.layout, max_programs)
+        else:
+            self._mover = mover(self.groups, self.layout)
+        self._server = Registration(
+            port,
+            instance=instance,
+            shard=self.shard,
+            payload_bytes=self.layout.nbytes,
+            pin=device != "cpu",
+            timeout=timeout,
+        )
+        parts = Worker(
+            instance, self.groups, self.layout, self._server, self._mover, nvtx_ranges(device)
+        )
+        self._storing, self._loading = Storing(parts), Loading(parts)
+        self._load_patience = load_patience
+        guarded = Guarded(observer or NullObserver())
+        self._stores, self._loads = (
+            Lane(
+                direction,
+                threads=not self._mover.synchronous,
+                chunk_bytes=self.layout.nbytes,
+                observer=guarded,
+            )
+            for direction in ("store", "load")
+        )
+
+    def register(self) -> None:
+        """Register with the server and map its arena; done again by itself when it restarts.
+
+        Where the arena cannot be mapped a warning says so, and chunks go through the server's socket.
+
+        Raises:
+            KVTransferError: no server, or a refused registration.
+        """
+        self._mover.prepare()
+        with self._server.attached():
+            pass
+
+    # --- store ------------------------------------------------------------------------------------
+
+    def submit_store(
+        self, digests: Sequence[bytes], block_ids: Sequence[Sequence[int]]
+    ) -> StoreTransfer:
+        """Store chunks whose bytes the device will have written once its queued work is done.
+
+        Args:
+            digests: one a chunk.
+            block_ids: per group, the blocks of those chunks in order; a tail that is no whole
+                chunk is ignored. None of them may be reused before :meth:`flush` of the transfer,
+                or its result, came back. The lists themselves are copied.
+
+        Returns:
+            The transfer. Its result is LayoutError if an id cannot be right; nothing was moved or
+            reserved then.
+
+        Raises:
+            LayoutError: not one list a group, or too few ids; nothing was submitted.
+        """
+        ids = copy_block_ids(block_ids, self.layout, len(digests))
+        transfer = StoreTransfer()
+        store = Store(transfer, list(digests), ids, self._mover.ready())
+        self._stores.submit(transfer, self._storing.run(store), len(store.digests))
+        return transfer
+
+    def flush(self, transfers: Sequence[StoreTransfer], timeout: float = DEVICE_TIMEOUT) -> None:
+        """Return when none of these stores reads the cache any more; needs no server.
+
+        Stores whose gather has not begun are stopped, and one that still reads after ``timeout``
+        seconds is not published: its result is Closed, and its blocks may be overwritten either
+        way. Commits are not waited for.
+        """
+        end = time.monotonic() + timeout
+        for transfer in [one for one in transfers if not one.stop()]:
+            if not transfer.wait_read(max(0.0, end - time.monotonic())):
+                transfer.discard()
+                logger.warning("a gather still read the cache after %s s; not stored", timeout)
+
+    def flush_inflight_stores(self, timeout: float = DEVICE_TIMEOUT) -> None:
+        """:meth:`flush` of every store submitted and not finished."""
+        open_stores = self._stores.transfers()
+        self.flush([one for one in open_stores if isinstance(one, StoreTransfer)], timeout)
+
+    # --- retrieve ---------------------------------------------------------------------------------
+
+    def submit_retrieve(
+        self,
+        digests: Sequence[bytes],
+        block_ids: Sequence[Sequence[int]],
+        *,
+        skip_first_n_tokens: int = 0,
+    ) -> Future[int]:
+        """Load chunks into blocks of the cache.
+
+        Args:
+            digests: one a chunk.
+            block_ids: per group, the blocks of those chunks in order; ``ABSENT`` ones and a tail
+                that is no whole chunk are left alone. The lists themselves are copied.
+            skip_first_n_tokens: leave the blocks of the first tokens alone, rounded down to blocks.
+
+        Returns:
+            How many chunks, from the first on, now are in the cache. Fewer than asked means that
+            the blocks of the others hold nothing usable; an exception means that of all of them.
+            Once it is finished nothing of this load writes into the cache any more. LayoutError if
+            an id cannot be right, TransferTimeout if the load could not begin in time; no block was
+            touched then.
+
+        Raises:
+            LayoutError: not one list a group, or too few ids; nothing was submitted.
+        """
+        transfer = Transfer()
+        self._submit_load(transfer, digests, block_ids, skip_first_n_tokens, None)
+        return transfer.result
+
+    def submit_layered_retrieve(
+        self,
+        digests: Sequence[bytes],
+        block_ids: Sequence[Sequence[int]],
+        layers: Sequence[Sequence[int]],
+        *,
+        skip_first_n_tokens: int = 0,
+    ) -> LayeredLoad:
+        """:meth:`submit_retrieve`, first layers first, for an engine that begins with these.
+
+        Args:
+            layers: per group, for each of its layers in the order of its tensors, its place in the
+                order in which the engine needs them.
+
+        Returns:
+            The load: its ``result`` is that of any load, its ``wait_layer`` makes the device wait.
+
+        Raises:
+            LayoutError: see :meth:`submit_retrieve`.
+        """
+        load = LayeredLoad(self._mover)
+        self._submit_load(load, digests, block_ids, skip_first_n_tokens, layers)
+        return load
+
+    def _submit_load(
+        self,
+        transfer: Transfer,
+        digests: Sequence[bytes],
+        block_ids: Sequence[Sequence[int]],
+        skip_tokens: int,
+        layers: Layers | None,
+    ) -> None:
+        load = Load(
+            transfer,
+            list(digests),
+            copy_block_ids(block_ids, self.layout, len(digests)),
+            skip_tokens=skip_tokens,
+            after=self._mover.ready(),
+            begin_by=time.monotonic() + self._load_patience,
+            layers=layers,
+        )
+        self._loads.submit(transfer, self._loading.run(load), len(load.digests))
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Drop what has not begun, wait for what has, unregister, let go of the arena.
+
+        Takes at most about twice ``timeout`` seconds. What the device has not finished by then keeps
+        its part of the arena, and reads or writes the engine's cache on.
+        """
+        lanes = (self._stores, self._loads)
+        for lane in lanes:
+            lane.close()
+        end = time.monotonic() + timeout
+        idle = all(lane.wait_idle(max(0.0, end - time.monotonic())) for lane in lanes)
+        settled = idle and self._storing.settled()
+        self._server.close(timeout, unregister=settled)
+        if settled:
+            self._mover.close()
+        else:
+            logger.warning(
+                "worker %d: transfers still run %s s after close", self._instance, timeout
+            )

@@ -1,0 +1,188 @@
+"""How a load goes: prepare, scatter, compare, commit.
+
+A load has until its deadline to begin. Whether that has passed is looked at last, before the device
+is given the moves; a load that is late has touched no block and never will. Once the device has the
+moves there is no way back, so from then on the result comes when the device is done, however long
+that takes, and not before: whoever is told that a load is over may give its blocks to others.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lmcache_kernels.errors import Closed, RemoteProtocolError, TransferTimeout
+from lmcache_kernels.transfer.messages import CommitRetrieve, LoadSlots, PrepareRetrieve
+from lmcache_kernels.transfer.moving.moves import blocks_of, check_block_ids, leave_out
+from lmcache_kernels.transfer.pacing import paced
+
+from . import worker
+from .lane import Moves
+from .layered_load import LayeredLoad
+from .worker import pack_digests
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+    from typing import Any
+
+    from lmcache_kernels.chunk_copy import Layers
+    from lmcache_kernels.transfer.moving.moves import ChunkMove, Completion, Moved
+    from lmcache_kernels.transfer.store_transfer import Transfer
+
+    from .attachment import Attached
+    from .lane import Work
+    from .worker import Worker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is to be loaded; nobody else's to change.
+
+    Attributes:
+        digests: one a chunk; ``block_ids``: per group, of whole chunks.
+        skip_tokens: whose blocks are left alone.
+        after: the point behind which the blocks may be written.
+        begin_by: monotonic seconds.
+        layers: in which order they are to come, see :class:`~.engine_driven.layered_load.LayeredLoad`.
+    """
+
+    transfer: Transfer
+    digests: Sequence[bytes]
+    block_ids: Sequence[Any]
+    skip_tokens: int
+    after: Completion | None
+    begin_by: float
+    layers: Layers | None = None
+
+
+class Loading:
+    """Loads of one worker."""
+
+    def __init__(self, parts: Worker) -> None:
+        self._worker = parts
+
+    def run(self, load: Load) -> Work:
+        """The :data:`~.engine_driven.lane.Work` of a load.
+
+        Raises:
+            LayoutError: block ids that cannot be right.
+            TransferTimeout: too late to begin.
+            KVTransferError: no server.
+        """
+        own = self._worker
+        if not load.digests:
+            return Moves()
+        ids = check_block_ids(load.block_ids, own.groups, loading=True)
+        ids = leave_out(ids, own.layout, load.skip_tokens)
+        packed = pack_digests(load.digests)
+        self._check_skip(load.skip_tokens)
+        _check_time(load)
+        with own.server.attached() as arena:
+            message = PrepareRetrieve(instance=own.instance, digests=packed)
+            slots = own.server.prepare(arena, message, LoadSlots)
+            if not slots.offsets:
+                return Moves()
+            damaged: list[int] = []
+            try:
+                loaded, note = yield from self._fetch(load, ids, arena, slots, damaged)
+            finally:
+                own.server.tell(
+                    arena,
+                    CommitRetrieve(instance=own.instance, ticket=slots.ticket, damaged=damaged),
+                )
+        return Moves(loaded, bool(damaged), note)
+
+    def _fetch(
+        self,
+        load: Load,
+        ids: Sequence[tuple[int, ...]],
+        arena: Attached,
+        slots: LoadSlots,
+        damaged: list[int],
+    ) -> Generator[None, None, tuple[int, str]]:
+        """How many chunks came as they were stored, and on which way.
+
+        Args:
+            damaged: gets those that their slots do not hold; the load ends before the first.
+        """
+        own = self._worker
+        _check_slots(slots, arena, len(load.digests))
+        ask = partial(own.server.ask, arena)
+        loaded, note = 0, ""
+        for places in arena.rounds(slots.offsets, storing=False):
+            for number, place in enumerate(places, start=loaded):
+                arena.fetch(ask, slots.ticket, number, place)
+            moves: list[ChunkMove] = []
+            expected: list[int] = []
+            for index, place in paced(enumerate(places, start=loaded)):
+                stored = arena.fingerprint_of(place, load.digests[index])
+                if stored is None:
+                    damaged.append(index)
+                    break
+                moves.append(arena.move(place, blocks_of(ids, own.layout, index)))
+                expected.append(stored)
+            if moves:
+                last = loaded + len(moves) == len(slots.offsets)
+                moved = self._scatter(load, moves, first=not loaded, last=last)
+                if arena.mapped:
+                    yield
+                good, note = _as_expected(moved, expected), moved.note
+                loaded += good
+                if good < len(moves):
+                    damaged.append(loaded)
+                    name = load.digests[loaded].hex()[:16]
+                    logger.warning("chunk %s is damaged: it is not what was stored", name)
+            if damaged:
+                break
+        return loaded, note
+
+    def _scatter(self, load: Load, moves: Sequence[ChunkMove], *, first: bool, last: bool) -> Moved:
+        if first:
+            _check_time(load)
+        if not load.transfer.begin():
+            raise Closed("the load was stopped before it was complete")
+        with self._worker.span(f"scatter {len(moves)} chunks"):
+            moved = self._worker.mover.scatter(moves, load.after, load.layers)
+        if isinstance(load.transfer, LayeredLoad):
+            load.transfer.queued(moved, last=last)
+        return moved
+
+    def _check_skip(self, skip_tokens: int) -> None:
+        for index, group in enumerate(self._worker.groups):
+            if skip_tokens % group.block_tokens:
+                logger.error(
+                    "skip_first_n_tokens: expected a multiple of the %d tokens of a block of group "
+                    "%d, got %d; whole blocks are left alone, the one after them is loaded in full",
+                    group.block_tokens,
+                    index,
+                    skip_tokens,
+                )
+
+
+def _check_time(load: Load) -> None:
+    late = time.monotonic() - load.begin_by
+    if late >= 0:
+        raise TransferTimeout(
+            f"the load came to its turn {late:.3f} s after its deadline; it has written nothing"
+        )
+
+
+def _check_slots(slots: LoadSlots, arena: Attached, chunks: int) -> None:
+    arena.check_slots(slots.offsets)
+    if len(slots.offsets) > chunks:
+        raise RemoteProtocolError(f"slots: expected at most {chunks}, got {len(slots.offsets)}")
+
+
+def _as_expected(moved: Moved, expected: list[int]) -> int:
+    """Wait for the device, however long it takes; how many chunks are as expected, from the first on."""
+    while not moved.done.wait(worker.DEVICE_TIMEOUT):
+        logger.error("the device has not finished a scatter in %s s", worker.DEVICE_TIMEOUT)
+    found = moved.fingerprints()
+    if found == expected:
+        return len(found)
+    return next(i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1])

@@ -1,0 +1,1 @@
+"""From the cache of one process straight into that of another."""

@@ -1,0 +1,1 @@
+"""The transfer context of workers that let the server copy."""

@@ -1,0 +1,1 @@
+"""Host memory: the arena that processes share, its slots, its allocation and its page-locking."""

@@ -1,0 +1,260 @@
+"""A cache as messages see it: every request gets one reply, whatever is wrong with it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+from lmcache_kernels.transfer.messages import (
+    PROTOCOL_VERSION,
+    AbortStore,
+    Clear,
+    Cleared,
+    CommitRetrieve,
+    CommitStore,
+    Done,
+    EndSession,
+    ErrorReply,
+    Found,
+    GetPart,
+    Hello,
+    Lookup,
+    Ping,
+    Pong,
+    PrepareRetrieve,
+    PrepareStore,
+    PutPart,
+    Register,
+    Registered,
+    Unregister,
+    Welcome,
+)
+
+from .known_workers import KnownWorker, KnownWorkers
+from .request_checks import (
+    RefusedError,
+    check_chunk_bytes,
+    check_instance,
+    check_name,
+    check_shard,
+    checked_digests,
+    unique_shards,
+)
+from .served_caches import ServedCaches
+from .served_parts import ServedParts
+from .served_transfers import ServedTransfers
+from .store import LEASE_TTL, READ_TTL, WRITE_TTL, ChunkStore
+from .worker_transfers import WorkerTransfers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lmcache_kernels.transfer.memory.arena import Arena
+    from lmcache_kernels.transfer.messages import Reply, Request
+
+    from .later import Later
+
+logger = logging.getLogger(__name__)
+
+WORKER_TTL = 120.0
+"""Seconds of silence after which a worker counts as dead; workers ping far more often."""
+
+
+class CacheService:
+    """Serves requests on a chunk store whose slots lie in one arena.
+
+    Workers copy to and from the arena themselves, or register their caches and let this process do
+    it, in threads that are not the caller's, or send what they cannot map. Not safe for threads by itself.
+
+    Args:
+        arena_name, arena_bytes: what workers attach.
+        chunk_tokens: tokens of one chunk, told to whoever connects.
+        incarnation: random id of this server's life.
+        write_ttl: seconds a worker has to commit a store.
+        lease_ttl: seconds a lookup keeps its chunks.
+        read_ttl: seconds a worker has to end a retrieve.
+        worker_ttl: seconds after which a silent worker is dropped with all it was doing.
+        arena: the arena, if this process copies for workers that want it to.
+        wake: called, from any thread, when :meth:`finished` has something to do.
+
+    Raises:
+        ConfigError: a size or time that is not above 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        arena_name: str,
+        arena_bytes: int,
+        chunk_tokens: int,
+        incarnation: str,
+        write_ttl: float = WRITE_TTL,
+        lease_ttl: float = LEASE_TTL,
+        read_ttl: float = READ_TTL,
+        worker_ttl: float = WORKER_TTL,
+        arena: Arena | None = None,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._arena = Registered(arena_name=arena_name, arena_bytes=arena_bytes)
+        self._chunk_tokens = chunk_tokens
+        self._incarnation = incarnation
+        self._store = ChunkStore(
+            arena_bytes, write_ttl=write_ttl, lease_ttl=lease_ttl, read_ttl=read_ttl
+        )
+        self._workers = KnownWorkers(self._store, arena_bytes, worker_ttl)
+        self._caches: ServedCaches | None = None
+        self._served: ServedTransfers | None = None
+        if arena is not None:
+            self._caches = ServedCaches(self._store, self._workers, arena, chunk_tokens, wake)
+            self._served = ServedTransfers(self._store, self._workers, self._caches)
+        self._refused = 0
+        self._failed = 0
+        transfers = WorkerTransfers(self._store, self._workers)
+        self._methods: dict[type[Request], Callable[[Any, float], Reply | Later]] = {
+            Hello: self._hello,
+            Ping: self._ping,
+            Register: self._register,
+            Unregister: self._unregister,
+            Lookup: self._lookup,
+            EndSession: self._end_session,
+            Clear: self._clear,
+            PrepareStore: transfers.prepare_store,
+            CommitStore: transfers.commit_store,
+            AbortStore: transfers.abort_store,
+            PrepareRetrieve: transfers.prepare_retrieve,
+            CommitRetrieve: transfers.commit_retrieve,
+        }
+        if arena is not None:
+            parts = ServedParts(self._store, self._workers, arena)
+            self._methods |= {PutPart: parts.put, GetPart: parts.get}
+
+    def handle(self, request: Request, now: float, deadline: float = math.inf) -> Reply | Later:
+        """The reply to ``request``, or that it comes from :meth:`finished`; never raises.
+
+        Args:
+            request: any; what cannot be served is answered with an :class:`ErrorReply`.
+            now: monotonic seconds; never goes back.
+            deadline: from which on nobody waits for the reply, on the same clock.
+        """
+        try:
+            if self._served is not None and self._served.serves(request):
+                return self._served.handle(request, now, deadline)
+            method = self._methods.get(type(request))
+            if method is None:
+                raise RefusedError(
+                    "unsupported",
+                    f"operation {type(request).__name__} is not served here (protocol version "
+                    f"{PROTOCOL_VERSION})",
+                )
+            return method(request, now)
+        except RefusedError as refused:
+            self._refused += 1
+            return ErrorReply(code=refused.code, message=str(refused))
+        except Exception as error:
+            self._failed += 1
+            logger.exception("%s could not be served", type(request).__name__)
+            return ErrorReply(
+                code="internal",
+                message=f"{type(request).__name__}: {type(error).__name__} in the server; its log "
+                "has the trace",
+            )
+
+    def finished(self, now: float) -> list[tuple[Later, Reply]]:
+        """Replies that are due now, each to what :meth:`handle` had returned; never raises."""
+        return [] if self._caches is None else self._caches.finished(now)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop copying and let go of the workers' caches, before the arena goes.
+
+        Replies that were due are not given any more.
+        """
+        if self._caches is not None:
+            self._caches.close(timeout)
+
+    def tick(self, now: float) -> None:
+        """Drop silent workers and end what has taken too long; call every few seconds."""
+        for instance in self._workers.expire(now):
+            logger.warning(
+                "worker %d was silent for %g s: dropped, what it was writing is discarded",
+                instance,
+                self._workers.ttl,
+            )
+        self._store.tick(now)
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start and what there is now; see :class:`~.serving.store.Counters`."""
+        return self._store.stats() | {
+            "workers": len(self._workers),
+            "caches": 0 if self._caches is None else len(self._caches),
+            "refused": self._refused,
+            "failed": self._failed,
+        }
+
+    # --- connection -------------------------------------------------------------------------------
+
+    def _hello(self, request: Hello, now: float) -> Reply:
+        if request.protocol != PROTOCOL_VERSION:
+            raise RefusedError(
+                "unsupported",
+                f"protocol version: expected {PROTOCOL_VERSION}, got {request.protocol}: install "
+                "the same release on both sides",
+            )
+        return Welcome(
+            protocol=PROTOCOL_VERSION,
+            incarnation=self._incarnation,
+            clock=now,
+            chunk_tokens=self._chunk_tokens,
+        )
+
+    def _ping(self, request: Ping, now: float) -> Reply:
+        registered = False
+        if request.instance is not None:
+            check_instance(request.instance)
+            registered = self._workers.seen(request.instance, now) is not None
+        return Pong(incarnation=self._incarnation, registered=registered)
+
+    # --- workers ----------------------------------------------------------------------------------
+
+    def _register(self, request: Register, now: float) -> Reply:
+        check_instance(request.instance)
+        check_shard(request.shard)
+        check_chunk_bytes(request.chunk_bytes)
+        self._forget_opening(request.instance)
+        worker = KnownWorker(request.shard, request.chunk_bytes, owner=request.instance)
+        self._workers.add(request.instance, worker, now)
+        logger.info(
+            "worker %d registered: shard %s, %d bytes a chunk",
+            request.instance,
+            request.shard.hex()[:16],
+            request.chunk_bytes,
+        )
+        return self._arena
+
+    def _unregister(self, request: Unregister, now: float) -> Reply | Later:
+        check_instance(request.instance)
+        self._forget_opening(request.instance)
+        self._workers.remove(request.instance)
+        later = None if self._caches is None else self._caches.gone(request.instance)
+        return later or Done()
+
+    def _forget_opening(self, instance: int) -> None:
+        if self._caches is not None:
+            self._caches.forget(instance)
+
+    # --- scheduler --------------------------------------------------------------------------------
+
+    def _lookup(self, request: Lookup, now: float) -> Reply:
+        check_name(request.request)
+        shards = unique_shards(request.shards)
+        digests = checked_digests(request.digests)
+        return Found(chunks=self._store.lookup(request.request, shards, digests, now))
+
+    def _end_session(self, request: EndSession, now: float) -> Reply:
+        check_name(request.request)
+        self._store.end_session(request.request)
+        return Done()
+
+    def _clear(self, request: Clear, now: float) -> Reply:
+        shards = unique_shards(request.shards) if request.shards else []
+        return Cleared(chunks=self._store.clear(shards, now))
