@@ -219,12 +219,12 @@ def test_tensors_that_were_left_behind_are_warned_about(caplog):
     one, other, forgotten = raw[:32], raw[32:], raw[:].view(torch.int16)
     del raw
     wrapped = wrap_kv_caches({"one": one, "other": other})
+    wrap_one_kv_cache(forgotten)
+    assert forgotten.data_ptr() == one.data_ptr()
+    # A server's test may have set the level of all loggers to INFO.
     (record,) = [found for found in caplog.records if found.levelno >= logging.WARNING]
     assert record.levelno == logging.WARNING
     assert "64 bytes" in record.getMessage()
-    wrap_one_kv_cache(forgotten)
-    assert forgotten.data_ptr() == one.data_ptr()
-    assert len(caplog.records) == 1
     wrapped.close()
 
 
