@@ -24,6 +24,7 @@ from lmcache_kernels.transfer.moving.device import EventCompletion
 from lmcache_kernels.transfer.moving.gpu_mover import GpuMover
 from lmcache_kernels.transfer.moving.moves import ChunkMove, StillMovingError
 from lmcache_kernels.transfer.moving.planner import PATHS
+from lmcache_kernels.transfer.moving.slice_plan import STORE_SLICES as SLICES
 from lmcache_kernels.views import group_of
 
 pytestmark = pytest.mark.skipif(
@@ -350,6 +351,12 @@ def test_a_device_that_has_stopped_is_an_error(monkeypatch):
     with pytest.raises(StillMovingError, match="has not moved") as caught:
         rig.mover.gather(rig.moves(), None)
     assert not caught.value.done.done()
+    path = rig.mover._paths["staged", True]
+    with pytest.raises(StillMovingError):
+        rig.mover.gather(rig.moves(), None)
+    path.open()
+    assert len(path._slices) == SLICES
+    assert not path._marks
     rig.device.stopped = False
     rig.device.settle()
     assert caught.value.done.done()

@@ -106,6 +106,8 @@ class Path(ABC):
             if self._is_open:
                 return
             device = self._device
+            self._queued = 0
+            self._marks.clear()  # of streams that a device that stopped may still hold
             self._copy = self._prepare()
             self._kernels, self._link = device.stream(), device.stream()
             try:

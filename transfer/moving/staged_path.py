@@ -78,7 +78,8 @@ class StagedPath(Path):
         shape = (self._count, max(_aligned(largest), self._slice_bytes))
         with self._device.on(self._kernels):
             self._memory = torch.empty(shape, dtype=torch.uint8, device=self._where)
-        self._slices.extend(_Slice(piece, self._device) for piece in self._memory)
+        # New ones, also where a device that stopped still holds older ones.
+        self._slices = deque(_Slice(piece, self._device) for piece in self._memory)
 
     def _let_go(self) -> None:
         self._slices.clear()
