@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -37,6 +39,15 @@ def test_every_gpu_is_measured_and_kept(folder, monkeypatch, capsys):
     assert run_calibration() == 0
     assert kept("cuda:0") == SAMPLES
     assert "cuda:1 (a GPU 1)" in capsys.readouterr().out
+
+
+def test_what_torch_says_of_a_gpu_names_a_file(tmp_path, monkeypatch):
+    gpu = SimpleNamespace(name="a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(calibration, "pci_address", lambda index: "")
+    assert kept("cuda:0", tmp_path) is None
+    keep(Calibration(FORMAT_VERSION, calibration.machine_of("cuda:0"), SAMPLES), tmp_path)
+    assert kept("cuda:0", tmp_path) == SAMPLES
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(folder, monkeypatch):

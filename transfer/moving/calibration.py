@@ -72,7 +72,7 @@ def machine_of(device: str) -> dict[str, str]:
         "gpu": properties.name,
         "driver": _driver(),
         "link": f"{read('max_link_speed')} x{read('max_link_width')}",
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # which is of a class that no codec knows
         "cuda": str(torch.version.cuda),
     }
 
