@@ -150,6 +150,21 @@ def test_events_of_this_process_and_of_none():
     assert torch.ones(3, device=DEVICE).sum().item() == 3, "the failure left nothing behind"
 
 
+def test_thousands_of_events_come_and_go():
+    """The driver gives the handles of freed events to new ones."""
+    exported, handles = ExportedEvents(), set()
+    for _ in range(5000):
+        event = torch.cuda.Event(interprocess=True)
+        event.record()
+        handle = exported.export(event)
+        assert import_event(handle, DEVICE) is event
+        handles.add(handle)
+        exported.acknowledge(handle)
+        del event
+    assert len(exported) == 0
+    assert len(handles) < 5000, "else this shows nothing"
+
+
 def test_memory_of_expandable_segments_is_refused_with_a_reason():
     script = (
         "import torch\n"

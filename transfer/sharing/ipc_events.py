@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakSet
 
 from lmcache_kernels.errors import LocalProtocolError, PeerGone, RemoteProtocolError
 
@@ -25,7 +25,9 @@ class IpcEvent(Protocol):
     def ipc_handle(self) -> bytes: ...
 
 
-_own: WeakValueDictionary[bytes, IpcEvent] = WeakValueDictionary()
+# Not the events themselves: torch 2.11 frees an event without clearing references to it of this kind.
+_exporters: WeakSet[ExportedEvents] = WeakSet()
+_exporters_lock = threading.Lock()
 
 
 class ExportedEvents:
@@ -39,6 +41,8 @@ class ExportedEvents:
         self._limit = limit
         self._lock = threading.Lock()
         self._kept: dict[bytes, tuple[IpcEvent, int]] = {}  # oldest export first
+        with _exporters_lock:
+            _exporters.add(self)
 
     def export(self, event: IpcEvent) -> bytes:
         """The event's handle, for :func:`import_event`; acknowledge each export once.
@@ -53,7 +57,6 @@ class ExportedEvents:
         with self._lock:
             _, count = self._kept.pop(handle, (event, 0))
             self._kept[handle] = (event, count + 1)
-            _own[handle] = event
             while len(self._kept) > self._limit:
                 del self._kept[next(iter(self._kept))]
         return handle
@@ -66,6 +69,11 @@ class ExportedEvents:
                 self._kept[handle] = (event, count - 1)
             else:
                 self._kept.pop(handle, None)
+
+    def find(self, handle: bytes) -> IpcEvent | None:
+        """The event that is kept for a handle."""
+        with self._lock:
+            return self._kept.get(handle, (None, 0))[0]
 
     def __len__(self) -> int:
         """Events that are kept."""
@@ -85,9 +93,12 @@ def import_event(handle: bytes, device: str) -> torch.cuda.Event:
         raise RemoteProtocolError(
             f"event handle: expected {CUDA_HANDLE_BYTES} bytes, got {len(handle)}"
         )
-    own = _own.get(handle)
-    if isinstance(own, torch.cuda.Event):  # the driver does not open what this process exported
-        return own
+    with _exporters_lock:
+        exporters = list(_exporters)
+    for exporter in exporters:  # the driver does not open what this process exported
+        own = exporter.find(handle)
+        if isinstance(own, torch.cuda.Event):
+            return own
     try:
         event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(torch.device(device), handle)
     except RuntimeError as error:
