@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from .copy_plan import CopyPlan
 from .errors import LayoutError
 from .ids import pack_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from typing import TypeAlias
 
     import torch
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     Layers: TypeAlias = Sequence[Sequence[int]]
     """Per group, for each of its layers in the order of its rows: when the engine needs it."""
 
-    Queue: TypeAlias = Callable[[int, "ChunkPart", int, torch.Tensor], None]
+    Aside: TypeAlias = "tuple[int, int] | None"
+    """A stream that is not the usual one, and how many programs a launch has there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,20 @@ class ChunkPart:
     first_tile: int
     end_tile: int
     first_layer: int = 0
+
+
+class Queue(Protocol):
+    """See :meth:`ChunkCopy.queued`."""
+
+    def __call__(
+        self,
+        chunk: int,
+        part: ChunkPart,
+        address: int,
+        sums: torch.Tensor,
+        total_at: int = 0,
+        aside: Aside = None,
+    ) -> None: ...
 
 
 class ChunkCopy:
@@ -93,10 +108,9 @@ class ChunkCopy:
         )
 
     def cut(self, sizes: Iterable[int], layers: Layers | None = None) -> list[ChunkPart]:
-        """The parts of a chunk; part ``i`` has at most ``sizes[i]`` bytes if it can.
+        """The parts of a chunk; part ``i`` has ``sizes[i]`` bytes, or more by less than one step.
 
-        A part has at least the blocks of one tile of one row. The last size goes for all parts
-        behind it.
+        A step are the blocks of one tile of one row. The last size goes for all parts behind it.
 
         Args:
             layers: the parts come in the order in which the engine needs the layers; None: as they
@@ -116,9 +130,12 @@ class ChunkCopy:
             stream: handle; its device must be the current one.
 
         Yields:
-            ``queue(chunk, part, address, sums)``: launch a part of ``blocks[chunk]``, the payload of
-            the chunk beginning at ``address`` (behind which only the part has to be there).
-            ``sums`` int64[1, rows] gains the part's share of the fingerprint.
+            ``queue(chunk, part, address, sums, total_at, aside)``: launch a part of ``blocks[chunk]``,
+            the payload of the chunk beginning at ``address`` (behind which only the part has to be
+            there). ``sums`` int64[1, rows + 1] gains the part's share of the fingerprint. A launch
+            with ``total_at`` is the chunk's last: it writes the fingerprint there and leaves the sums
+            zero. Before a launch on another stream that has to wait for this one, if :attr:`inline` is
+            not so.
 
         Raises:
             LayoutError: ids out of range, destinations named twice, or not as many as a chunk has;
@@ -127,14 +144,26 @@ class ChunkCopy:
         unit = self.plan.unit
         with self._executor.queued([self._pairs(chunk) for chunk in blocks], stream) as launch:
 
-            def queue(chunk: int, part: ChunkPart, address: int, sums: torch.Tensor) -> None:
+            def queue(
+                chunk: int,
+                part: ChunkPart,
+                address: int,
+                sums: torch.Tensor,
+                total_at: int = 0,
+                aside: Aside = None,
+            ) -> None:
                 if address % unit:
                     raise LayoutError(
                         f"chunk address: expected a multiple of {unit}, got {address}"
                     )
-                launch(chunk, part.first_tile, part.end_tile, sums, address)
+                launch(chunk, part.first_tile, part.end_tile, sums, address, total_at, aside)
 
             yield queue
+
+    @property
+    def inline(self) -> bool:
+        """Whether launches bring their ids along, and so need not come after any upload."""
+        return self._executor.inline(self._blocks[0])
 
     def _pairs(self, blocks: Sequence[Sequence[int]]) -> list[tuple[memoryview, memoryview]]:
         if len(blocks) != len(self._blocks):
@@ -173,8 +202,8 @@ def cut(
     for grain in grains:
         if parts:
             last = parts[-1]
-            end = grain.offset + grain.nbytes
-            if last.end_tile == grain.first_tile and end - last.offset <= target:
+            if last.end_tile == grain.first_tile and last.nbytes < target:
+                end = grain.offset + grain.nbytes
                 parts[-1] = replace(last, nbytes=end - last.offset, end_tile=grain.end_tile)
                 continue
             target = next(targets, target)

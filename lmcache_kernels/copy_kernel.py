@@ -22,10 +22,12 @@ _MULTIPLIER = tl.constexpr(KEY_MULTIPLIER)
 _SHIFT = tl.constexpr(KEY_SHIFT)
 
 
-# What a staged copy writes to a slice shall stay in the L2 cache until the copy engine has read it; all
-# else passes through. By what FINGERPRINT says about the sides.
-_LOAD_HINTS = tl.constexpr(("", "evict_first", "evict_first"))
-_STORE_HINTS = tl.constexpr(("", "evict_last", "evict_first"))
+# What a staged store writes to a slice shall stay in the L2 cache until the copy engine has read it, the
+# cache's blocks shall not. What a copy engine wrote does not stay there anyway. By FINGERPRINT.
+_LOAD_HINTS = tl.constexpr(("", "evict_first", ""))
+_STORE_HINTS = tl.constexpr(("", "evict_last", ""))
+
+_ROWS = tl.constexpr(256)  # parts of a fingerprint that are added up at a time
 
 
 @triton.jit
@@ -71,7 +73,27 @@ def _pick(index, v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12, v13, v14
     return tl.where(index < 8, first, tl.where(index < 12, low, high))
 
 
-_RUNTIME = ["num_rows", "shift", "first_tile", "end_tile", "num_inline"]
+@triton.jit
+def _total(sums, num_rows, total_at):
+    """The last program of a launch to get here writes the sum of ``sums`` and leaves zeros there.
+
+    So 8 bytes a chunk cross the link, and no kernel more is launched for them. Behind the sums lies
+    a counter of programs, zero before and after.
+    """
+    tl.debug_barrier()  # all warps have added to the sums
+    counter = sums + num_rows
+    if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        total = tl.zeros([_ROWS], dtype=tl.int64)
+        for first in range(0, num_rows, _ROWS):
+            row = first + tl.arange(0, _ROWS)
+            inside = row < num_rows
+            total += tl.load(sums + row, mask=inside, other=0, cache_modifier=".cg")
+            tl.store(sums + row, tl.zeros([_ROWS], dtype=tl.int64), mask=inside)
+        tl.store(counter, tl.zeros([], dtype=tl.int64))
+        tl.store(total_at.to(tl.pointer_type(tl.int64)), tl.sum(total, axis=0))
+
+
+_RUNTIME = ["num_rows", "shift", "total_at", "first_tile", "end_tile", "num_inline"]
 _RUNTIME += [f"{side}{i}" for side in ("to", "from") for i in range(INLINE_IDS)]
 
 
@@ -88,6 +110,7 @@ def block_copy_kernel(
     sums,
     num_rows: tl.int32,
     shift: tl.int64,
+    total_at: tl.int64,
     first_tile: tl.int32,
     end_tile: tl.int32,
     num_inline: tl.int32,
@@ -116,7 +139,8 @@ def block_copy_kernel(
     and these are the arguments ``to*`` and ``from*`` instead. Strides are in units of UNIT bytes.
     Nothing is written for a destination id below 0. FINGERPRINT 0: none; 1, 2: the destination's or
     source's planes are chunks, ``shift`` bytes behind where the tables say, whose parts of a
-    fingerprint ``sums`` int64[chunks, rows] gains.
+    fingerprint ``sums`` int64[chunks, rows] gains. ``total_at`` not 0: the address of the one chunk's
+    fingerprint, which this launch completes; behind its sums lies a counter.
     """
     LANES: tl.constexpr = UNIT // WORD_BYTES
     # Powers of two, so that the runs of a tile need no division.
@@ -217,4 +241,8 @@ def block_copy_kernel(
             else:
                 totals = tl.sum(products, axis=1).to(tl.int64, bitcast=True)
                 tl.atomic_add(target, totals, mask=inside, sem="relaxed")
+
+    if FINGERPRINT:  # noqa: SIM102 - one is known when this is compiled, the other when it is launched
+        if total_at != 0:
+            _total(sums, num_rows, total_at)
 # fmt: on

@@ -1,4 +1,4 @@
-"""The block copy by the kernel: tables made once, then a few words and a launch for every copy."""
+"""The block copy by the kernel: tables made once, then a aside words and a launch for every copy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .call_ring import ring_of
-from .copy_config import choose_config
+from .copy_config import MAX_GRID, choose_config
 from .copy_tables import CALL_WORDS, INLINE_IDS, NO_TILE, leg_table, row_table
 from .errors import LayoutError
 from .launching import NOT_INLINE, constants_of, launcher
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     Ids: TypeAlias = Sequence[tuple[IdBuffer, IdBuffer]]
     """Per group, destination and source ids."""
 
-    LaunchPart: TypeAlias = Callable[[int, int, int, torch.Tensor, int], None]
-    """Of one of several copies: its number, first and last tile, sums, shift of its chunk side."""
+    LaunchPart: TypeAlias = Callable[
+        [int, int, int, torch.Tensor, int, int, "tuple[int, int] | None"], None
+    ]
+    """Of one of several copies: its number, first and last tile, sums, shift of its chunk side, where
+    the total goes or 0, and another stream with a bound on the grid there."""
 
 _PADDING = [(0,) * (INLINE_IDS - count) for count in range(INLINE_IDS + 1)]
 _FINGERPRINT = {None: 0, "dst": 1, "src": 2}
@@ -140,31 +143,50 @@ class KernelCopy:
         if stream != self._stream:
             self._use(stream)
         counts = [len(to) for to, _ in copies[0]] if copies else []
-        launch, launch_inline = self._launch, self._launch_inline
-        if launch_inline is not None and copies and counts[0] <= INLINE_IDS:
-            arguments = [_inline(*ids[0]) for ids in copies]
-            yield lambda copy, first, end, sums, shift: launch_inline(
-                0, arguments[copy], stream, first, end, sums, shift
-            )
-            return
         header, words, _ = self._header_of(counts) if copies else self._header
-        if self._index is None:
-            calls = [torch.empty(words, dtype=torch.int32) for _ in copies]
-            for call, ids in zip(calls, copies, strict=True):
+        launch, calls = self._launch, []
+        if self._launch_inline is not None and copies and self.inline(counts[0]):
+            launch = self._launch_inline
+            calls = [(0, _inline(*ids[0])) for ids in copies]
+        elif self._index is None:
+            for ids in copies:
+                call = torch.empty(words, dtype=torch.int32)
                 _write(call.numpy().data, 0, header, ids)
-            yield lambda copy, first, end, sums, shift: launch(
-                calls[copy], NOT_INLINE, stream, first, end, sums, shift
-            )
+                calls.append((call, NOT_INLINE))
+        else:
+            ring = ring_of(self._index, stream)
+            with ring.lock:
+                at = ring.take(words * len(copies))
+                for number, ids in enumerate(copies):
+                    _write(ring.view, at + number * words, header, ids)
+                there = ring.upload(at, words * len(copies))
+                calls = [(there + 4 * words * copy, NOT_INLINE) for copy in range(len(copies))]
+                yield self._parts_of(launch, calls, stream)
             return
-        ring = ring_of(self._index, stream)
-        with ring.lock:
-            at = ring.take(words * len(copies))
-            for number, ids in enumerate(copies):
-                _write(ring.view, at + number * words, header, ids)
-            there = ring.upload(at, words * len(copies))
-            yield lambda copy, first, end, sums, shift: launch(
-                there + 4 * words * copy, NOT_INLINE, stream, first, end, sums, shift
-            )
+        yield self._parts_of(launch, calls, stream)
+
+    def inline(self, ids: int) -> bool:
+        """Do so many ids travel as arguments of a launch, and not through memory?"""
+        return self._launch_inline is not None and ids <= INLINE_IDS
+
+    def _parts_of(
+        self, launch: Launch, calls: Sequence[tuple[Any, tuple[int, ...]]], stream: int
+    ) -> LaunchPart:
+        def part(
+            copy: int,
+            first: int,
+            end: int,
+            sums: torch.Tensor,
+            shift: int,
+            total_at: int,
+            aside: tuple[int, int] | None,
+        ) -> None:
+            other, most = aside or (stream, MAX_GRID)
+            if other not in self._streams:
+                self._use(other)
+            launch(*calls[copy], other, first, end, sums, shift, total_at, most)
+
+        return part
 
     def _use(self, stream: int) -> None:
         """From now on copies go to another stream."""

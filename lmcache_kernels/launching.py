@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from .copy_config import MAX_GRID
 from .copy_kernel import WORDS, block_copy_kernel
 from .copy_tables import INLINE_IDS
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 class Launch(Protocol):
     """Queue tiles ``first`` to ``end`` of a copy, its chunk side moved by ``shift`` bytes.
+
+    ``total_at``: of what the kernel so calls. ``most``: bound on the grid, beside that of the copy.
 
     Its ids are ``inline``, the number of pairs and then INLINE_IDS destinations and sources, or else
     stand at the address ``call``. The interpreter takes a tensor for that, and ignores the stream.
@@ -34,6 +37,8 @@ class Launch(Protocol):
         end: int,
         sums: torch.Tensor | None,
         shift: int = 0,
+        total_at: int = 0,
+        most: int = MAX_GRID,
     ) -> None: ...
 
 
@@ -111,14 +116,17 @@ def _interpreted(
         end: int,
         sums: torch.Tensor | None,
         shift: int = 0,
+        total_at: int = 0,
+        most: int = MAX_GRID,
     ) -> None:
-        block_copy_kernel[(min(end - first, config.programs),)](
+        block_copy_kernel[(min(end - first, config.programs, most),)](
             legs if isinstance(call, int) else call,
             legs,
             rows,
             legs if sums is None else sums,
             num_rows,
             shift,
+            total_at,
             first,
             end,
             *inline,
@@ -148,10 +156,12 @@ def _compiled(
         end: int,
         sums: torch.Tensor | None,
         shift: int = 0,
+        total_at: int = 0,
+        most: int = MAX_GRID,
     ) -> None:
         # Pointers as numbers, and no hooks: what Triton would look up anew for every launch.
         run(
-            min(end - first, programs),
+            min(end - first, programs, most),
             1,
             1,
             stream,
@@ -166,6 +176,7 @@ def _compiled(
             0 if sums is None else sums.data_ptr(),
             num_rows,
             shift,
+            total_at,
             first,
             end,
             *inline,
@@ -185,6 +196,7 @@ def _kernel(device: int, num_warps: int, constants: tuple[tuple[str, Any], ...])
             torch.int64,
             torch.int64,
             1,
+            0,
             0,
             0,
             1,

@@ -125,7 +125,7 @@ def test_fault_b06_blocks_are_free_after_a_flush_while_the_link_is_still_busy(ma
     engine.cache.fill(1)
     digests = [secrets.token_bytes(32) for _ in range(2)]
     transfer = engine.store(digests, [3, 4, 6, 7])
-    _, _, link = engine.device.streams
+    _engine, _kernels, link, _aside = engine.device.streams
     flushing = threading.Thread(target=engine.context.flush, args=([transfer], WAIT))
     flushing.start()
     engine.device.settle(held=[link])

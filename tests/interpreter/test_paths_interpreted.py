@@ -165,8 +165,9 @@ def test_a_refused_copy_ends_the_run_and_the_next_one_is_whole(fail_at, path):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("storing", [True, False])
-def test_nothing_touches_the_cache_before_what_it_comes_after(path, storing):
-    rig = Rig(path=path, chunks=1, slices=1)
+@pytest.mark.parametrize("slice_bytes", [None, 512])
+def test_nothing_touches_the_cache_before_what_it_comes_after(path, storing, slice_bytes):
+    rig = Rig(path=path, chunks=1, slices=1, slice_bytes=slice_bytes)
     rig.store()
     engine, event = rig.device.stream(), rig.device.event()
     before = [storage.clone() for storage in rig.cache.storages]
@@ -211,6 +212,7 @@ def test_the_cache_is_free_before_the_link_is_done():
     rig = Rig(chunks=1, slices=8, slice_bytes=512)
     moved = rig.mover.gather(rig.moves(), None)
     rig.device.settle(held=[rig.device.streams[1]])
+    assert (rig.payload(0)[:512] != POISON).any(), "a kernel has written the first part"
     assert moved.cache_free.done()
     assert not moved.done.done()
     want = oracle_chunk(rig.cache, rig.ids[0])
@@ -220,18 +222,43 @@ def test_the_cache_is_free_before_the_link_is_done():
     assert torch.equal(rig.payload(0), want)
 
 
-def test_a_store_is_done_when_its_fingerprints_are_there_too():
-    rig = Rig(chunks=1, slices=8)
+def test_a_store_is_done_when_its_first_part_is_there_too():
+    """Which a kernel writes to host memory, in a stream of its own."""
+    rig = Rig(chunks=2, slices=8, slice_bytes=512)
     moved = rig.mover.gather(rig.moves(), None)
-    kernels = rig.device.streams[0]
-    fold_and_after = [kernels.work.pop() for _ in range(2)]
-    rig.device.settle(held=[kernels])
-    rig.device.settle(held=[rig.device.streams[1]])
-    rig.device.settle(held=[kernels])
+    _, _, aside = rig.device.streams
+    rig.device.settle(held=[aside])
+    assert not moved.cache_free.done()
     assert not moved.done.done()
-    kernels.work.extend(fold_and_after[::-1])
+    assert (rig.payload(0)[:512] == POISON).all()
+    late = (rig.payload(0) != oracle_chunk(rig.cache, rig.ids[0])).nonzero()
+    assert late.max() < rig.layout.nbytes // 2
     rig.device.settle()
+    assert moved.cache_free.done()
     assert moved.done.done()
+    sums = [fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(2)]
+    assert moved.fingerprints() == sums
+
+
+@pytest.mark.parametrize("lengths", [(1, 4), (4, 1), (3, 4, 2)], ids=str)
+def test_runs_that_follow_each_other_share_no_sum(lengths):
+    """The first part of a run may be moved before the last run is over, or long after it began."""
+    for seed in range(30):
+        rig = Rig(chunks=4, slices=2, slice_bytes=512, blocks=60, seed=seed)
+        runs = [rig.mover.gather(rig.moves()[:chunks], None) for chunks in lengths]
+        rig.device.settle()
+        sums = [fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(4)]
+        for chunks, moved in zip(lengths, runs, strict=True):
+            assert moved.fingerprints() == sums[:chunks]
+
+
+def test_memory_that_no_kernel_reaches_gets_its_first_part_by_a_copy_too():
+    rig = Rig(chunks=1, slice_bytes=512)
+    moves = [replace(move, reachable=False) for move in rig.moves()]
+    moved = rig.mover.gather(moves, None)
+    rig.device.settle()
+    assert rig.device.copies == 4
+    assert moved.fingerprints() == [fingerprint(bytes(rig.payload(0).numpy()))]
 
 
 @pytest.mark.parametrize(

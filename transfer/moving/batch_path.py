@@ -47,7 +47,7 @@ class BatchPath(WholeChunkPath):
         if not self._storing:
             self._device.wait(self._kernels, self._point(self._link))
         # The address of a chunk that is not written says nothing.
-        self._device.run(self._kernels, launch, index, self._whole, 0, self._tally.parts[index])
+        self._launch(launch, index, self._whole, 0, last=True)
 
     def _ends(self) -> tuple[Any, Any]:
         self._device.wait(self._kernels, self._point(self._link))

@@ -24,9 +24,7 @@ class DirectPath(WholeChunkPath):
     """See the module. Host memory must be pinned, and kernels find it at the host's addresses."""
 
     def _queue_chunk(self, launch: Queue, index: int, move: ChunkMove) -> None:
-        self._device.run(
-            self._kernels, launch, index, self._whole, move.address, self._tally.parts[index]
-        )
+        self._launch(launch, index, self._whole, move.address, last=True)
 
     def _ends(self) -> tuple[Any, Any]:
         over = self._point(self._kernels)

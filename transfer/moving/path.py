@@ -12,12 +12,12 @@ from lmcache_kernels.errors import TransferFailed
 
 from .device import EventCompletion
 from .moves import All, Moved, Over, StillMovingError
-from .tally import Tally
+from .tally import HEAD, Tally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lmcache_kernels.chunk_copy import ChunkCopy, Queue
+    from lmcache_kernels.chunk_copy import ChunkCopy, ChunkPart, Queue
 
     from .device import Device
     from .moves import ChunkMove, Completion, Steps
@@ -60,6 +60,7 @@ class Path(ABC):
         self._is_open = False
         self._queued = 0
         self._marks: deque[Any] = deque()
+        self._head: Any = None  # behind what a run has moved aside
 
     def run(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
         """Queue the moves; what touches the cache waits for ``after``."""
@@ -74,7 +75,8 @@ class Path(ABC):
         device = self._device
         with device.current():
             self.open()
-            totals = self._tally.totals(len(moves))
+            self._tally.begin(len(moves))
+            self._head = None
             try:
                 self._pace(OPERATIONS_OF_A_RUN)
                 if isinstance(after, EventCompletion):
@@ -84,7 +86,6 @@ class Path(ABC):
                 handle = device.handle(self._kernels)
                 with self._copy.queued([move.blocks for move in moves], handle) as launch:
                     steps = queue(launch, moves)
-                self._tally.fold(len(moves), totals)
                 cache_free, done = self._ends()
             except BaseException as error:
                 self._abandon(error)
@@ -92,7 +93,7 @@ class Path(ABC):
             return Moved(
                 EventCompletion(cache_free),
                 EventCompletion(done),
-                self._tally.when(done, totals, len(moves)),
+                self._tally.when(done, len(moves), head=self._head is not None),
                 layers=steps,
             )
 
@@ -109,16 +110,15 @@ class Path(ABC):
             self._queued = 0
             self._marks.clear()  # of streams that a device that stopped may still hold
             self._copy = self._prepare()
-            self._kernels, self._link = device.stream(), device.stream()
+            self._kernels, self._link = self._streams = [device.stream(), device.stream()]
             try:
                 self._tally = Tally(device, self._kernels, self._copy.plan.rows, self._where)
                 self._make_ready()
-                # Memory made in the one stream is also used in the other.
-                device.wait(self._link, self._point(self._kernels))
+                # Memory made in the one stream is also used in the others.
+                for stream in self._streams[1:]:
+                    device.wait(stream, self._point(self._kernels))
             except BaseException:
-                for stream in (self._kernels, self._link):
-                    device.synchronize(stream)
-                    device.give_back(stream)
+                self._give_back_streams()
                 raise
             self._is_open = True
 
@@ -126,12 +126,15 @@ class Path(ABC):
         """Wait for what was queued and let go of everything."""
         if not self._is_open:
             return
-        for stream in (self._kernels, self._link):
-            self._device.synchronize(stream)
-            self._device.give_back(stream)
+        self._give_back_streams()
         self._let_go()
         del self._tally, self._copy
         self._is_open = False
+
+    def _give_back_streams(self) -> None:
+        for stream in self._streams:
+            self._device.synchronize(stream)
+            self._device.give_back(stream)
 
     def _abandon(self, error: BaseException) -> None:
         """After a run that failed half-way: wait for what was queued, for it still uses the blocks and the
@@ -142,12 +145,14 @@ class Path(ABC):
                 whoever was told that it is over would give its blocks to others.
         """
         try:
+            for stream in self._streams[1:]:
+                self._device.wait(self._kernels, self._point(stream))
             self._tally.clear()
             cleared = True
         except Exception:
             logger.exception("fingerprints could not be cleared; everything is made anew")
             cleared = False
-        marks = [self._point(self._kernels), self._point(self._link)]
+        marks = [self._point(stream) for stream in self._streams]
         while not all(self._device.finish(mark, PATIENCE) for mark in marks):
             logger.error("the device has not finished a failed transfer in %g s", PATIENCE)
             if self._storing:
@@ -182,6 +187,30 @@ class Path(ABC):
         event = self._device.event()
         self._device.record(event, stream)
         return event
+
+    def _launch(
+        self,
+        launch: Queue,
+        chunk: int,
+        part: ChunkPart,
+        address: int,
+        *,
+        last: bool,
+        aside: tuple[Any, int] | None = None,
+    ) -> None:
+        """Queue the kernel of a part.
+
+        Args:
+            last: of those that add to an entry of the tally; it completes that.
+            aside: another stream, which has an entry of its own, and the most programs there.
+        """
+        stream, entry, bound = self._kernels, HEAD + 1 + chunk, None
+        if aside is not None:
+            stream, entry = aside[0], HEAD
+            bound = self._device.handle(stream), aside[1]
+        total_at = self._tally.total_at(entry) if last else 0
+        sums = self._tally.sums[entry]
+        self._device.run(stream, launch, chunk, part, address, sums, total_at, bound)
 
     def _wait_for(self, event: Any) -> None:
         """Let what touches the cache wait."""

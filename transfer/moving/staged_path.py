@@ -19,10 +19,12 @@ from .device import EventCompletion
 from .path import Path
 from .slice_plan import (
     FIRST_BYTES,
+    HEAD_PROGRAMS,
     LOAD_BYTES,
     LOAD_SLICES,
     STORE_BYTES,
     STORE_SLICES,
+    WHOLE_BYTES,
     fill,
     layer_sizes,
     part_sizes,
@@ -80,6 +82,9 @@ class StagedPath(Path):
             self._memory = torch.empty(shape, dtype=torch.uint8, device=self._where)
         # New ones, also where a device that stopped still holds older ones.
         self._slices = deque(_Slice(piece, self._device) for piece in self._memory)
+        if self._storing:
+            self._aside = self._device.stream()
+            self._streams.append(self._aside)
 
     def _let_go(self) -> None:
         self._slices.clear()
@@ -87,15 +92,37 @@ class StagedPath(Path):
 
     def _queue_chunks(self, launch: Queue, moves: Sequence[ChunkMove]) -> Steps:
         last = len(moves) - 1
-        self._queue_pieces(
-            launch,
-            [
-                _Piece(index, move, part)
-                for index, move in enumerate(moves)
-                for part in self._parts(index == 0, index == last)
-            ],
-        )
+        whole = not self._storing and len(moves) * self._nbytes <= WHOLE_BYTES
+        pieces = [
+            piece
+            for index, move in enumerate(moves)
+            for piece in _pieces(index, move, self._parts(index == 0, index == last and not whole))
+        ]
+        if self._storing and moves[0].reachable and not pieces[0].last:
+            self._queue_head(launch, pieces.pop(0))
+        first = self._slice_bytes if whole or self._head is not None else FIRST_BYTES
+        self._queue_pieces(launch, pieces, first)
         return ()
+
+    def _wait_for(self, event: Any) -> None:
+        super()._wait_for(event)
+        if self._storing:  # not by way of the other stream: every step costs some 3 us
+            self._device.wait(self._aside, event)
+
+    def _queue_head(self, launch: Queue, piece: _Piece) -> None:
+        """Let a kernel write the first part of a store to host memory, while slices are filled."""
+        aside = self._aside
+        if not self._copy.inline:  # the ids must be on the device
+            self._device.wait(aside, self._point(self._kernels))
+        self._launch(
+            launch,
+            piece.chunk,
+            piece.part,
+            piece.move.address,
+            last=True,
+            aside=(aside, HEAD_PROGRAMS),
+        )
+        self._head = self._point(aside)
 
     def run_by_layer(
         self, moves: Sequence[ChunkMove], after: Completion | None, layers: Layers
@@ -111,17 +138,21 @@ class StagedPath(Path):
         parts = self._copy.cut(layer_sizes(self._slice_bytes), layers)
         steps: list[tuple[int, Completion]] = []
         for part, behind in itertools.zip_longest(parts, parts[1:]):
-            pieces = [_Piece(index, move, part) for index, move in enumerate(moves)]
-            self._queue_pieces(launch, pieces)
+            pieces = [_Piece(index, move, part, behind is None) for index, move in enumerate(moves)]
+            self._queue_pieces(launch, pieces, FIRST_BYTES)
             through = max(map(max, layers)) if behind is None else behind.first_layer - 1
             if through >= part.first_layer:
                 steps.append((through, EventCompletion(self._point(self._kernels))))
         return steps
 
-    def _queue_pieces(self, launch: Queue, pieces: list[_Piece]) -> None:
-        """Queue them in slices, in order; those of one slice share a call of the copy engine."""
+    def _queue_pieces(self, launch: Queue, pieces: list[_Piece], first: int) -> None:
+        """Queue them in slices, in order; those of one slice share a call of the copy engine.
+
+        Args:
+            first: bytes at which the slice is full at which one engine waits for the other.
+        """
         way = 1 if self._storing else -1
-        slices = fill(pieces[::way], _Piece.room, self._slice_bytes, FIRST_BYTES)[::way]
+        slices = fill(pieces[::way], _Piece.room, self._slice_bytes, first)[::way]
         for some in slices:
             self._queue_slice(launch, some[::way])
 
@@ -134,7 +165,7 @@ class StagedPath(Path):
         starts = _place(pieces, gaps, slice_.address)
         if self._storing:
             device.wait(kernels, slice_.emptied)
-            self._launch(launch, pieces, starts)
+            self._launch_pieces(launch, pieces, starts)
             device.record(slice_.filled, kernels)
             device.wait(link, slice_.filled)
             self._copy_pieces(pieces, gaps, starts)
@@ -144,14 +175,13 @@ class StagedPath(Path):
             self._copy_pieces(pieces, gaps, starts)
             device.record(slice_.filled, link)
             device.wait(kernels, slice_.filled)
-            self._launch(launch, pieces, starts)
+            self._launch_pieces(launch, pieces, starts)
             device.record(slice_.emptied, kernels)
 
-    def _launch(self, launch: Queue, pieces: list[_Piece], starts: list[int]) -> None:
+    def _launch_pieces(self, launch: Queue, pieces: list[_Piece], starts: list[int]) -> None:
         for piece, start in zip(pieces, starts, strict=True):
             self._pace()
-            sums = self._tally.parts[piece.chunk]
-            self._device.run(self._kernels, launch, piece.chunk, piece.part, start, sums)
+            self._launch(launch, piece.chunk, piece.part, start, last=piece.last)
 
     def _gap(self, before: _Piece, piece: _Piece) -> int | None:
         """Bytes between two payloads that one load may read; None if it may not."""
@@ -182,11 +212,12 @@ class StagedPath(Path):
             self._device.copy(self._link, *one, pinned=pinned)
 
     def _ends(self) -> tuple[Any, Any]:
+        if self._head is not None:
+            self._device.wait(self._kernels, self._head)
+            self._device.wait(self._link, self._head)
         cache_free = self._point(self._kernels)
-        if not self._storing:
-            return cache_free, cache_free
-        self._device.wait(self._link, cache_free)
-        return cache_free, self._point(self._link)
+        # Every copy of a store comes after its kernel.
+        return cache_free, self._point(self._link) if self._storing else cache_free
 
     def _parts(self, first: bool, last: bool) -> list[ChunkPart]:
         """How a chunk is cut that is, or is not, the first and the last of a run."""
@@ -209,11 +240,12 @@ class _Slice:
 
 
 class _Piece(NamedTuple):
-    """A part of one chunk of a run."""
+    """A part of one chunk of a run; ``last``: its kernel is the chunk's last."""
 
     chunk: int
     move: ChunkMove
     part: ChunkPart
+    last: bool
 
     def size(self) -> int:
         """What it takes of a slice."""
@@ -242,6 +274,10 @@ class _Piece(NamedTuple):
         end = part.offset + part.nbytes
         cuts = (cut for cut in self.move.cuts if part.offset < cut < end)
         return itertools.pairwise((part.offset, *cuts, end))
+
+
+def _pieces(chunk: int, move: ChunkMove, parts: Sequence[ChunkPart]) -> list[_Piece]:
+    return [_Piece(chunk, move, part, part is parts[-1]) for part in parts]
 
 
 def _place(pieces: list[_Piece], gaps: list[int | None], address: int) -> list[int]:

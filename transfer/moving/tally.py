@@ -1,4 +1,4 @@
-"""The fingerprints of chunks in flight: parts added up by kernels, sums brought to the host."""
+"""The fingerprints of chunks in flight: parts added up by kernels, totals brought to the host."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from lmcache_kernels.fold_kernel import fold_sums
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,10 +18,15 @@ CHUNKS = 64
 _MODULUS = 1 << 64
 
 
+HEAD = 0
+"""The entry of what runs move aside, see the staged path; a chunk's is behind it."""
+
+
 class Tally:
-    """Of the chunks that one stream's kernels move.
+    """Of the chunks that one path's kernels move, one run at a time.
 
     Args:
+        stream: in which memory is made and cleared.
         rows: parts of a fingerprint.
         where: the device, as torch spells it.
     """
@@ -34,40 +37,59 @@ class Tally:
         self._rows, self._where = rows, where
         self._kept: deque[tuple[Any, tuple[torch.Tensor, ...]]] = deque()
         self._spare: list[torch.Tensor] = []
+        self._head = self._zeros(1)  # never made anew: another stream than this may be using it
         self._make_room(CHUNKS)
+        self._totals = self._device.pinned(1 + CHUNKS)
+        self._spare.append(self._totals)
+
+    def _zeros(self, entries: int) -> torch.Tensor:
+        """Of each entry the sums, and behind them a counter, see the copy kernel."""
+        shape = entries, self._rows + 1
+        with self._device.on(self._stream):
+            return torch.zeros(shape, dtype=torch.int64, device=self._where)
 
     def _make_room(self, chunks: int) -> None:
-        with self._device.on(self._stream):
-            self._sums = torch.zeros((chunks, self._rows), dtype=torch.int64, device=self._where)
-        self.parts = list(self._sums.split(1))
-        """int64[1, rows] of each chunk of a run, zero when its kernels begin."""
+        self._sums = self._zeros(chunks)
+        self.sums = [self._head, *self._sums.split(1)]
+        """int64[1, rows + 1] of each entry, zero when its kernels begin, and again behind the last of
+        them."""
 
-    def totals(self, chunks: int) -> torch.Tensor:
-        """Pinned int64 for what :meth:`fold` brings, of a run of at most so many chunks."""
+    def begin(self, chunks: int) -> None:
+        """Make ready for a run of so many chunks."""
         while self._kept and self._kept[0][0].query():
             self._kept.popleft()
-        if chunks > len(self.parts):
+        if chunks >= len(self.sums):
             # Kernels that still use the old ones are in front of whatever gets that memory next.
             self._make_room(1 << (chunks - 1).bit_length())
         for index, spare in enumerate(self._spare):
-            if len(spare) >= chunks:
-                return self._spare.pop(index)
-        return self._device.pinned(max(chunks, CHUNKS))
+            if len(spare) > chunks:
+                self._totals = self._spare.pop(index)  # torch takes 50 us to make another
+                break
+        else:
+            self._totals = self._device.pinned(1 + max(chunks, CHUNKS))
+        self._at = self._totals.data_ptr()
 
-    def fold(self, chunks: int, totals: torch.Tensor) -> None:
-        """Queue: the sums of the first parts go to ``totals``, and the parts are zero again."""
-        handle = self._device.handle(self._stream)
-        self._device.run(self._stream, fold_sums, self._sums[:chunks], totals, handle)
+    def total_at(self, entry: int) -> int:
+        """Where the kernel that is the entry's last writes its total."""
+        return self._at + 8 * entry
 
-    def when(self, over: Any, totals: torch.Tensor, chunks: int) -> Callable[[], list[int]]:
-        """How to read the totals once the event ``over`` has passed; they stay until then."""
+    def when(self, over: Any, chunks: int, *, head: bool) -> Callable[[], list[int]]:
+        """How to read the run's fingerprints once the event ``over`` has passed; they stay until then.
+
+        Args:
+            head: the first chunk's is in part that of the entry :data:`HEAD`.
+        """
+        totals = self._totals
         self._kept.append((over, (totals, self._sums)))
         found: list[int] = []
 
         def read() -> list[int]:
             if len(found) < chunks:
-                found.extend(total % _MODULUS for total in totals[:chunks].tolist())
-                self._spare.append(totals)  # torch takes 50 us to make another
+                aside, first, *others = totals[: 1 + chunks].tolist()
+                if head:
+                    first += aside
+                found.extend(total % _MODULUS for total in (first, *others))
+                self._spare.append(totals)
             return found
 
         return read
@@ -78,4 +100,5 @@ class Tally:
 
     def _zero(self) -> None:
         with self._device.on(self._stream):
+            self._head.zero_()
             self._sums.zero_()
