@@ -10,7 +10,7 @@ import torch
 from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.fingerprint import fingerprint
 from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES
-from lmcache_kernels.transfer.moving.device import CudaDevice, EventCompletion
+from lmcache_kernels.transfer.moving.device import CudaDevice
 from lmcache_kernels.transfer.moving.gpu_mover import GpuMover
 from lmcache_kernels.transfer.moving.host_mover import HostMover
 from lmcache_kernels.transfer.moving.moves import ChunkMove
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lmcache_kernels.chunk_copy import Layers
     from lmcache_kernels.transfer.moving.moves import Completion, Moved, Mover
 
+    from .timing import Clock
     from .workload import Workload
 
 PAGE_BYTES = 4096
@@ -46,22 +47,31 @@ def host_slots(device: str, chunks: int, nbytes: int) -> torch.Tensor:
     return payloads
 
 
-def open_mover(work: Workload, settings: Mapping[str, Any]) -> Mover:
-    """A mover over the cache of ``work``; ``settings`` are further arguments of the GPU's one."""
+def open_mover(work: Workload, settings: Mapping[str, Any], clock: Clock) -> Mover:
+    """A mover over the cache of ``work``.
+
+    Args:
+        settings: further arguments of the GPU's one.
+        clock: with which loads begin.
+    """
     groups = [group_of(work.caches, work.trial.case.axes)]
     layout = ChunkLayout.of(groups, work.trial.chunk_tokens)
     if work.device == "cpu":
         return HostMover(groups, layout)
-    return GatedMover(groups, layout, device=GatedDevice(work.device), **settings)
+    return GatedMover(groups, layout, device=GatedDevice(work.device, clock), **settings)
 
 
 class GatedDevice(CudaDevice):
-    """Its copies can be held back, so that a clock that starts then times them.
+    """Its next copy can be held back until a clock starts.
 
-    A load else fills its slices before what the blocks wait for is over, and seems too fast.
+    A load fills its slices without waiting for the engine. So it would seem too fast if its copies
+    began before the clock, and too slow if they began when the engine's stream says so.
     """
 
-    gate: torch.cuda.Event | None = None
+    def __init__(self, name: str, clock: Clock) -> None:
+        super().__init__(name)
+        self._clock = clock
+        self.held = False
 
     def copy(
         self, stream: torch.cuda.Stream, to: int, origin: int, nbytes: int, *, pinned: bool
@@ -80,13 +90,13 @@ class GatedDevice(CudaDevice):
         super().copy_batch(stream, to, origin, sizes)
 
     def _pass(self, stream: torch.cuda.Stream) -> None:
-        if self.gate is not None:
-            gate, self.gate = self.gate, None
-            stream.wait_event(gate)
+        held, self.held = self.held, False
+        if held and self._clock.started is not None:
+            stream.wait_event(self._clock.started)
 
 
 class GatedMover(GpuMover):
-    """Its loads do not touch the link before what they come after is over."""
+    """Its loads do not touch the link before the clock starts."""
 
     def __init__(self, *arguments: Any, device: GatedDevice, **settings: Any) -> None:
         super().__init__(*arguments, device=device, **settings)
@@ -95,8 +105,7 @@ class GatedMover(GpuMover):
     def scatter(
         self, moves: Sequence[ChunkMove], after: Completion | None, layers: Layers | None = None
     ) -> Moved:
-        if isinstance(after, EventCompletion):
-            self._gated.gate = after.event
+        self._gated.held = True
         return super().scatter(moves, after, layers)
 
 

@@ -56,7 +56,7 @@ class Rig:
         return PlainLink(self.device)
 
     def open_mover(self, work: Workload) -> Mover:
-        return open_mover(work, self.mover)
+        return open_mover(work, self.mover, self.clock)
 
     def wants(self, part: str, case: str, direction: str, mib: int = 0) -> bool:
         """Is this row to be measured?"""

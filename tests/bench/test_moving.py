@@ -10,6 +10,7 @@ import torch
 
 from bench import moving
 from bench.moving import GatedDevice, Transfer, host_slots, open_mover
+from bench.timing import HostClock
 from bench.trials import Trial
 from bench.workload import set_up, set_up_both
 from lmcache_kernels.chunk_layout import ChunkLayout
@@ -21,7 +22,7 @@ MEMORY = partial(host_slots, "cpu")
 
 
 def transfer_of(work):
-    return Transfer.of(open_mover(work, {}), work)
+    return Transfer.of(open_mover(work, {}, HostClock()), work)
 
 
 @pytest.mark.parametrize(("nbytes", "distance"), [(3584, 4096), (3585, 8192), (1, 4096)])
@@ -67,7 +68,7 @@ def test_both_ways_share_a_cache_and_no_block(tiny_case):
     assert sorted(out.ids + into.ids) == list(range(out.pool.num_blocks))
     assert (out.gathers, into.gathers) == (True, False)
     out.poison()
-    mover = open_mover(out, {})
+    mover = open_mover(out, {}, HostClock())
     assert all(Transfer.of(mover, work).is_exact() for work in (out, into))
 
 
@@ -75,7 +76,7 @@ def test_settings_reach_the_mover_of_a_gpu(tiny_trial, monkeypatch):
     seen = []
     monkeypatch.setattr(moving, "GatedMover", lambda *given, **named: seen.append((given, named)))
     work = replace(set_up(tiny_trial, "cpu", MEMORY), device="cuda:0")
-    open_mover(work, {"max_programs": 4})
+    open_mover(work, {"max_programs": 4}, HostClock())
     (((groups, layout), named),) = seen
     assert groups == [group_of(work.caches, tiny_trial.case.axes)]
     assert layout == ChunkLayout.of(groups, tiny_trial.chunk_tokens)
