@@ -456,6 +456,7 @@ def test_mp_d23_a_load_that_is_late_never_touches_its_blocks(make):
             load.result(WAIT)
     assert untouched_outside(rig.cache, before, [])
     assert len(rig.port.of(PrepareRetrieve)) == 1  # the one behind did not even ask
+    rig.context._load_patience = WAIT
     assert rig.load(digests, [8, 9]).result(WAIT) == 1
     assert rig.stats()["reads"] == 0
 
