@@ -45,8 +45,8 @@ class LazyEngine:
                 engine.device.record(event, engine.stream)
                 return EventCompletion(event)
 
-            def gather(self, moves, after):
-                moved = super().gather(moves, None if ignores_the_engine else after)
+            def gather(self, moves, after, layers=None):
+                moved = super().gather(moves, None if ignores_the_engine else after, layers)
                 engine._queued.release()
                 return moved
 

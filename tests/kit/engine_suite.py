@@ -110,9 +110,9 @@ def test_mp_078_only_chunks_that_are_missing_are_gathered(device, port, context_
             self.ready, self.close = self._mover.ready, self._mover.close
             self.scatter = self._mover.scatter
 
-        def gather(self, moves, after):
+        def gather(self, moves, after, layers=None):
             gathered.append([move.blocks for move in moves])
-            return self._mover.gather(moves, after)
+            return self._mover.gather(moves, after, layers)
 
     context = context_of(cache, mover=Counting)
     digests = names(4)

@@ -24,6 +24,7 @@ from .slice_plan import (
     STORE_BYTES,
     STORE_SLICES,
     fill,
+    layer_ends,
     layer_sizes,
     part_sizes,
 )
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from lmcache_kernels.chunk_layout import ChunkLayout
 
     from .device import Device
-    from .moves import ChunkMove, Completion, Moved, Steps
+    from .moves import ChunkMove, Completion, LayerMarks, Moved, Steps
 
 _ALIGN = 512  # of pieces in a slice: enough for any access width
 NEAR_BYTES = 8192
@@ -117,6 +118,23 @@ class StagedPath(Path):
             if through >= part.first_layer:
                 steps.append((through, EventCompletion(self._point(self._kernels))))
         return steps
+
+    def run_behind(
+        self, moves: Sequence[ChunkMove], after: Completion | None, marks: LayerMarks
+    ) -> Moved:
+        """:meth:`run` of a store behind an engine that still computes the layers."""
+        return self._run(moves, after, lambda launch, _: self._queue_behind(launch, moves, marks))
+
+    def _queue_behind(self, launch: Queue, moves: Sequence[ChunkMove], marks: LayerMarks) -> Steps:
+        ends = layer_ends(sorted(set(itertools.chain(*marks.order))))
+        parts = self._copy.cut([self._slice_bytes], marks.order, ends)
+        for place, some in itertools.groupby(parts, lambda part: part.last_layer):
+            self._come_after(marks.wait(place))
+            pieces = [
+                _Piece(index, move, part) for part in some for index, move in enumerate(moves)
+            ]
+            self._queue_pieces(launch, pieces)
+        return ()
 
     def _queue_pieces(self, launch: Queue, pieces: list[_Piece]) -> None:
         """Queue them in slices, in order; those of one slice share a call of the copy engine."""
