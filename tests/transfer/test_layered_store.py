@@ -26,6 +26,7 @@ from lmcache_kernels.errors import (
 from lmcache_kernels.transfer.embedded import EmbeddedCache
 from lmcache_kernels.transfer.engine_driven import layered_store, registration
 from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
+from lmcache_kernels.transfer.engine_driven.layered_store import LayeredStore
 from lmcache_kernels.transfer.keys import shard_id
 from lmcache_kernels.transfer.messages import AbortStore, CommitStore, PrepareStore
 from lmcache_kernels.transfer.moving.host_mover import HostMover
@@ -383,3 +384,15 @@ def test_whatever_happens_every_store_ends_and_what_is_found_is_what_was_compute
         if rig.load([digest], [20, 21]):
             assert rig.holds([20, 21], value)
     assert rig.stats()["writing"] == rig.stats()["reads"] == 0
+
+
+def test_what_is_said_after_a_stop_is_not_heard(rig):
+    """Also by a gather that has not noticed: the blocks are another's. What was said before counts."""
+    store = LayeredStore(rig.mover, [[0, 1, 2]], 2)
+    store.saved(1)
+    assert store.begin()
+    assert not store.stop()
+    store.saved(2)
+    assert store.wait(1) is None
+    with pytest.raises(Closed, match="layer 2"):
+        store.wait(2)

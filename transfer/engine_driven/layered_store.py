@@ -47,9 +47,10 @@ class LayeredStore(StoreTransfer):
         """What the engine has queued so far writes the layers up to this place, all of each.
 
         Costs microseconds. Places may be left out, and what is said twice has no effect, nor has
-        anything once the store was stopped. For one thread, whose current stream is the engine's.
+        anything once the store was stopped or is over. For one thread, whose current stream is the
+        engine's.
         """
-        if self._stopped or self._covers(place):
+        if self._stopped or self._covers(place) or self.result.done():
             return
         point = self._mover.ready()
         with self._changed:
