@@ -7,8 +7,10 @@ chunk is an argument of the launch. One prepared copy thus serves every chunk, s
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from .copy_plan import CopyPlan
@@ -40,7 +42,7 @@ class ChunkPart:
     Attributes:
         offset, nbytes: where it lies in the payload.
         first_tile, end_tile: the tiles that move it.
-        first_layer: when the engine needs its first layer: a place in the order that it was cut by.
+        first_layer, last_layer: places of its layers in the order that it was cut by.
     """
 
     offset: int
@@ -48,6 +50,7 @@ class ChunkPart:
     first_tile: int
     end_tile: int
     first_layer: int = 0
+    last_layer: int = 0
 
 
 class Queue(Protocol):
@@ -107,7 +110,9 @@ class ChunkCopy:
             writes=writes,
         )
 
-    def cut(self, sizes: Iterable[int], layers: Layers | None = None) -> list[ChunkPart]:
+    def cut(
+        self, sizes: Iterable[int], layers: Layers | None = None, ends: Sequence[int] = ()
+    ) -> list[ChunkPart]:
         """The parts of a chunk; part ``i`` has ``sizes[i]`` bytes, or more by less than one step.
 
         A step are the blocks of one tile of one row. The last size goes for all parts behind it.
@@ -115,11 +120,12 @@ class ChunkCopy:
         Args:
             layers: the parts come in the order in which the engine needs the layers; None: as they
                 lie in the payload.
+            ends: places in that order, rising, behind which no part goes on.
 
         Raises:
             LayoutError: layers that are not those of the groups.
         """
-        return cut(self.plan, self._executor.config, sizes, layers)
+        return cut(self.plan, self._executor.config, sizes, layers, ends)
 
     @contextmanager
     def queued(self, blocks: Sequence[Sequence[Sequence[int]]], stream: int) -> Iterator[Queue]:
@@ -160,6 +166,11 @@ class ChunkCopy:
 
             yield queue
 
+    @cached_property
+    def step_bytes(self) -> int:
+        """The most that lies between two places at which a chunk can be cut."""
+        return max(step.nbytes for step in _grains(self.plan, self._executor.config, None))
+
     @property
     def inline(self) -> bool:
         """Whether launches bring their ids along, and so need not come after any upload."""
@@ -190,7 +201,11 @@ def pair_planes(
 
 
 def cut(
-    plan: CopyPlan, config: CopyConfig, sizes: Iterable[int], layers: Layers | None = None
+    plan: CopyPlan,
+    config: CopyConfig,
+    sizes: Iterable[int],
+    layers: Layers | None = None,
+    ends: Sequence[int] = (),
 ) -> list[ChunkPart]:
     """See :meth:`ChunkCopy.cut`. Pure."""
     targets = iter(sizes)
@@ -202,9 +217,15 @@ def cut(
     for grain in grains:
         if parts:
             last = parts[-1]
-            if last.end_tile == grain.first_tile and last.nbytes < target:
+            ended = bisect_left(ends, last.last_layer) < bisect_left(ends, grain.first_layer)
+            if last.end_tile == grain.first_tile and last.nbytes < target and not ended:
                 end = grain.offset + grain.nbytes
-                parts[-1] = replace(last, nbytes=end - last.offset, end_tile=grain.end_tile)
+                parts[-1] = replace(
+                    last,
+                    nbytes=end - last.offset,
+                    end_tile=grain.end_tile,
+                    last_layer=grain.last_layer,
+                )
                 continue
             target = next(targets, target)
         parts.append(grain)
@@ -242,6 +263,7 @@ def _grains(plan: CopyPlan, config: CopyConfig, layers: Layers | None) -> Iterat
                     blocks * chunk.block_bytes,
                     tile,
                     tile + tiles,
+                    turn,
                     turn,
                 )
                 tile += tiles

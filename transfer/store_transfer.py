@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .moving.moves import Completion
 
 
@@ -40,6 +42,10 @@ class Transfer:
     @property
     def stopped(self) -> bool:
         return self._stopped
+
+    def carry_out(self, run: Callable[[], None]) -> None:
+        """``run`` does all of this transfer in the thread that calls it: at once, in this one."""
+        run()
 
 
 class StoreTransfer(Transfer):

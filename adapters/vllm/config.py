@@ -31,9 +31,9 @@ class ConnectorConfig:
         chunk_size: tokens of one chunk; must equal the server's and be a multiple of every block
             size of the model.
         load_async: load between steps while other requests run, rather than inside the step.
-        layerwise: with ``load_async`` off, the step begins with the first layers while the others are
-            still being loaded. vLLM then cannot replay a step as one CUDA graph. Loads that the
-            server makes come whole.
+        layerwise: stores begin while the step still computes, layer by layer; and with ``load_async``
+            off, the step begins with the first layers while the others are still being loaded. vLLM
+            then cannot replay a step as one CUDA graph. What the server copies goes whole.
         lookup_timeout: seconds until a lookup counts as a miss.
         request_timeout: seconds a single request of a transfer may take.
         connect_timeout: seconds the engine's start waits for the server before it goes on without.
@@ -66,12 +66,6 @@ class ConnectorConfig:
                 raise ConfigError(f"{PREFIX}{field.name}: expected seconds > 0, got {value}")
         if not 0 < self.port < 65536:
             raise ConfigError(f"{PREFIX}port: expected 1 to 65535, got {self.port}")
-        if self.layerwise and self.load_async:
-            logger.warning(
-                "%slayerwise has no effect: loads between steps come whole (%sload_async)",
-                PREFIX,
-                PREFIX,
-            )
         if self.max_programs < 0:
             raise ConfigError(f"{PREFIX}max_programs: expected >= 0, got {self.max_programs}")
         if self.chunk_size < 1:
@@ -84,8 +78,12 @@ class ConnectorConfig:
     @property
     def loads_by_layer(self) -> bool:
         """Whether a step may begin before all it loads is there."""
-        engine_copies = self.transfer_mode == "engine_driven"
-        return self.layerwise and not self.load_async and engine_copies
+        return self.stores_by_layer and not self.load_async
+
+    @property
+    def stores_by_layer(self) -> bool:
+        """Whether stores begin before the step has computed all that they read."""
+        return self.layerwise and self.transfer_mode == "engine_driven"
 
     @property
     def transfer_mode(self) -> str:

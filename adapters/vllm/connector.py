@@ -35,7 +35,13 @@ from lmcache_kernels.transfer.context_factory import create_transfer_context
 from .config import PREFIX, ConnectorConfig
 from .identity import kv_dtype, model_identity, slice_of_engine
 from .jobs import StepJobs, StepReport
-from .layouts import check_can_move, comes_by_layer, describe_groups, group_shapes
+from .layouts import (
+    check_can_move,
+    comes_by_layer,
+    describe_groups,
+    group_shapes,
+    layers_run_once,
+)
 from .scheduler import SchedulerSide
 from .tracker import fails_whole
 from .worker import WorkerSide
@@ -203,8 +209,9 @@ class LMCacheKernelsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
             writer=held.writer,
             pages=pages,
             layers=layers
-            if self._config.loads_by_layer and comes_by_layer(context.groups)
+            if self._config.stores_by_layer and comes_by_layer(context.groups)
             else None,
+            stores_by_layer=layers_run_once(config),
         )
         try:
             context.register()
@@ -218,6 +225,12 @@ class LMCacheKernelsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
             self._worker.fence(kv_connector_metadata.jobs)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        # Always before the step's work is queued; loads may start behind it.
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin_step(self._jobs())
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
             self._worker.start_loads(self._jobs())
@@ -229,7 +242,8 @@ class LMCacheKernelsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        pass  # whole chunks are stored after the step
+        if self._worker is not None:
+            self._worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
         if self._worker is not None:

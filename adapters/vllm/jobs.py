@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class StoreJob:
-    """Store these chunks once the step that computes them has run. ``block_ids``: per group."""
+    """Store these chunks once the step that computes them has run. ``block_ids``: per group, no more
+    and no fewer than those of the chunks."""
 
     job_id: int
     digests: list[bytes]

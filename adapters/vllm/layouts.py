@@ -120,6 +120,15 @@ def comes_by_layer(groups: Sequence[CacheGroup]) -> bool:
     return all(len(group.planes) == 1 for group in groups)
 
 
+def layers_run_once(vllm_config: Any) -> bool:
+    """Whether a layer's hook, called once in a step, tells that its cache has all the step's tokens.
+
+    Micro-batches call it for each, and a drafting model when it has seen some of them.
+    """
+    micro = getattr(vllm_config.parallel_config, "use_ubatching", False)
+    return not micro and vllm_config.speculative_config is None
+
+
 def _layer_specs(group: Any) -> dict[str, Any]:
     spec = group.kv_cache_spec
     per_layer = getattr(spec, "kv_cache_specs", None)

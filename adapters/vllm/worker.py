@@ -7,10 +7,12 @@ import re
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from lmcache_kernels.errors import LayoutError
 from lmcache_kernels.ids import ABSENT
 from lmcache_kernels.pages import split_ids
 from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
 
+from .following import FollowingStore
 from .jobs import StepReport
 
 if TYPE_CHECKING:
@@ -44,9 +46,9 @@ class WorkerSide:
         writer: whether this worker stores; ranks that hold copies of the same heads do not.
         pages: per group, pages of the context that make one of the engine's blocks; the attention
             kernel may cut blocks into smaller ones.
-        layers: per group its layers by name, in the order of their rows, for synchronous loads that
-            come layer by layer, which only an engine-driven context makes; None where a load is
-            waited for before the step begins.
+        layers: per group its layers by name, in the order of their rows, for transfers that go layer
+            by layer, which only an engine-driven context makes: synchronous loads, and stores if
+            ``stores_by_layer``; None where they go whole.
         fence_timeout: seconds a step waits for the gather of a store whose blocks it overwrites.
     """
 
@@ -57,10 +59,12 @@ class WorkerSide:
         writer: bool,
         pages: Sequence[int],
         layers: Sequence[Sequence[str]] | None = None,
+        stores_by_layer: bool = False,
         fence_timeout: float = 5.0,
     ) -> None:
         self._context = context
         self._by_layer = context if layers and isinstance(context, EngineDrivenContext) else None
+        self._follows = self._by_layer if stores_by_layer else None
         self._pages = pages
         self._writer = writer
         self._fence_timeout = fence_timeout
@@ -73,19 +77,72 @@ class WorkerSide:
         self._order = [[self._places[name] for name in group] for group in layers or ()]
         self._layered: list[tuple[LoadJob, LayeredLoad]] = []
         self._late: set[int] = set()
+        self._following: FollowingStore | None = None
 
     def fence(self, step: StepJobs) -> None:
         """Before the step runs: the gathers it would spoil are over, or stopped."""
         # An engine may leave out the end of a step (it does on inner pipeline stages).
+        self._step_is_queued()
         self._ordered = [job for job in self._ordered if not self._give_up(job, step.fence)]
         self._start_ordered()
         transfers = [self._stores[job] for job in step.fence if job in self._stores]
         if transfers:
             self._context.flush(transfers, self._fence_timeout)
 
-    def start_loads(self, step: StepJobs) -> None:
-        """Start the step's loads; synchronous ones are done on return. Take note of its stores."""
+    def begin_step(self, step: StepJobs) -> None:
+        """Before the step's work is queued: take note of its stores, or begin them."""
+        self._step_is_queued()
         self._ordered += step.stores
+        if self._follows and self._writer and self._ordered:
+            self._follow(self._follows)
+
+    def _follow(self, context: EngineDrivenContext) -> None:
+        """Begin the ordered stores, as one, since only one at a time can follow the step."""
+        try:
+            store = context.submit_layered_store(
+                [digest for job in self._ordered for digest in job.digests],
+                self._joined_pages(self._ordered),
+                self._order,
+            )
+        except Exception as error:  # whatever it was, the plain stores will say
+            logger.debug("stores do not go by layers: %s", error)
+            return
+        self._stores.update((job.job_id, store) for job in self._ordered)
+        self._ordered = []
+        self._following = FollowingStore(store, self._places)
+
+    def _joined_pages(self, jobs: Sequence[StoreJob]) -> list[list[int]]:
+        """Pages of the chunks of all jobs.
+
+        Raises:
+            LayoutError: a job with other blocks than its chunks have: it would shift all behind it.
+        """
+        joined: list[list[int]] = [[] for _ in self._pages]
+        for job in jobs:
+            for pages, more, per_chunk in zip(
+                joined, self._pages_of(job), self._context.layout.blocks_per_chunk, strict=True
+            ):
+                if len(more) != len(job.digests) * per_chunk:
+                    raise LayoutError(
+                        f"store {job.job_id}: expected {per_chunk} pages a chunk, got {len(more)} "
+                        f"for {len(job.digests)} chunks"
+                    )
+                pages += more
+        return joined
+
+    def layer_computed(self, name: str) -> None:
+        """Inside the step, behind the layer: what is queued writes all of it."""
+        if self._following is not None:
+            self._following.computed(name)
+
+    def _step_is_queued(self) -> None:
+        """Whatever was told of layers or not: all of the step's work is queued."""
+        following, self._following = self._following, None
+        if following is not None:
+            following.all_computed()
+
+    def start_loads(self, step: StepJobs) -> None:
+        """Start the step's loads; synchronous ones are done on return."""
         for job in step.loads:
             if job.synchronous and self._by_layer and self._start_layered(job, self._by_layer):
                 continue
@@ -136,7 +193,8 @@ class WorkerSide:
             return failed
 
     def start_stores(self) -> None:
-        """After the step's work was queued: start its stores."""
+        """After the step's work was queued: start its stores, or let them end."""
+        self._step_is_queued()
         self._finish_layered()
         self._start_ordered()
 

@@ -76,6 +76,7 @@ def server():
         pytest.param({"load_async": True}, id="async"),
         pytest.param({"load_async": False}, id="sync"),
         pytest.param({"load_async": False, "layerwise": True}, id="layerwise"),
+        pytest.param({"layerwise": True}, id="layerwise_async"),
         pytest.param({"mp_transfer_mode": "lmcache_driven"}, id="lmcache_driven"),
         pytest.param(
             {"mp_transfer_mode": "lmcache_driven", "load_async": False}, id="lmcache_driven_sync"
@@ -204,13 +205,16 @@ def test_a_server_with_another_chunk_size_is_refused_naming_both(expected, model
         assert (answer["cached"], answer["tokens"]) == (0, expected["long"])
 
 
-def test_preempted_requests_answer_the_same_and_leave_good_chunks(models, server, engines):
+@pytest.mark.parametrize("layerwise", [False, True], ids=["whole", "layerwise"])
+def test_preempted_requests_answer_the_same_and_leave_good_chunks(
+    layerwise, models, server, engines
+):
     """So few blocks that requests push each other out while their stores run."""
     prompts = [prompt(150, seed=20 + k) for k in range(6)]
     plain = engines(models / "llama")
     wanted = tokens(plain.generate(prompts, together=True, max_tokens=100))
     tight = {"num_gpu_blocks_override": 24, "max_model_len": 512}
-    engine = engines(models / "llama", server.url, llm=tight)
+    engine = engines(models / "llama", server.url, llm=tight, layerwise=layerwise)
     answers = engine.generate(prompts, together=True, max_tokens=100)
     assert tokens(answers) == wanted
     for ids, answer in zip(prompts, wanted, strict=True):

@@ -134,3 +134,60 @@ def transfer_threads():
     """Registration in the background ends by itself at some time."""
     names = (thread.name for thread in threading.enumerate())
     return sum(name.startswith("lmcache-kernels") and "pin" not in name for name in names)
+
+
+def followed_content(context, cache):
+    """What is stored of each layer of blocks that hold 1, when layer n is queued to hold n and 2."""
+    cache.fill(1)
+    torch.cuda.current_stream().synchronize()
+    digests = names(2)
+    layers = range(len(cache.tensors))
+    store = context.submit_layered_store(digests, [[0, 1, 2, 3]], [list(layers)])
+    for layer in layers:
+        torch.cuda._sleep(SPIN // 5)
+        cache.tensors[layer].fill_(layer + 2)
+        store.saved(layer)
+    assert store.result.result(30) == 2
+    cache.fill(9)
+    assert load(context, digests, [4, 5, 6, 7]) == 2
+    return [set(tensor[:, 4:8].unique().tolist()) for tensor in cache.tensors]
+
+
+def test_a_layered_store_reads_what_the_engine_has_queued_for_each_layer(context_of, device):
+    cache = make_cache(BY_NAME["kv_first_nhd"], layers=5, blocks=8, device=device)
+    context = context_of(cache)
+    for turn in range(20):
+        with torch.cuda.stream(torch.cuda.Stream() if turn % 2 else torch.cuda.default_stream()):
+            assert followed_content(context, cache) == [{layer + 2} for layer in range(5)]
+
+
+def test_a_layered_store_that_does_not_wait_for_layers_would_be_seen(context_of, device):
+    class Hasty(GpuMover):
+        def ready(self):
+            return None
+
+    cache = make_cache(BY_NAME["kv_first_nhd"], layers=5, blocks=8, device=device)
+    context = context_of(cache, mover=Hasty)
+    store(context, names(1), [0, 1])  # so that nothing is compiled in the meantime
+    found = [followed_content(context, cache) for _ in range(5)]
+    assert any(content != [{layer + 2} for layer in range(5)] for content in found)
+
+
+def test_a_flush_in_the_middle_of_a_layered_store_waits_for_the_device_only(context_of, device):
+    """Not for the layers that the thread which flushes owes."""
+    cache = make_cache(BY_NAME["kv_first_nhd"], layers=5, blocks=8, device=device)
+    context = context_of(cache)
+    store(context, names(1), [0, 1])
+    for saved in range(5):
+        cache.fill(1)
+        digests = names(1)
+        begun = context.submit_layered_store(digests, [[0, 1]], [list(range(5))])
+        torch.cuda._sleep(SPIN)
+        for place in range(saved):
+            begun.saved(place)
+        start = time.perf_counter()
+        context.flush([begun], 30)
+        assert time.perf_counter() - start < 10
+        cache.fill(2)
+        assert begun.result.exception(30) is not None
+        assert load(context, digests, [2, 3]) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from cachekit import BY_NAME, make_cache, oracle_chunk, untouched_outside
@@ -83,3 +85,44 @@ def test_several_movers_share_the_streams_that_were_given_back():
         rig = Rig("latent", "staged")
         assert rig.mover.gather(rig.moves(rig.ids[:CHUNKS]), None).done.wait(WAIT)
         rig.mover.close()
+
+
+class Marks:
+    """Of an engine that has queued everything, with a pause of so many cycles before the last layer."""
+
+    def __init__(self, rig, content, pause):
+        self.order = [list(range(len(content)))]
+        self._points = []
+        for tensor, new in zip(rig.cache.tensors, content, strict=True):
+            if tensor is rig.cache.tensors[-1]:
+                torch.cuda._sleep(pause)
+            tensor.copy_(new)
+            self._points.append(rig.mover.ready())
+
+    def wait(self, place):
+        return self._points[place]
+
+
+def test_all_but_the_last_layer_are_in_host_memory_before_it_is_computed():
+    rig = Rig("kv_first_nhd", "staged", layers=4)
+    here = rig.ids[:CHUNKS]
+    content = [tensor.clone() for tensor in rig.cache.tensors]
+    moved = rig.mover.gather(rig.moves(here), None, Marks(rig, content, 1))  # compiles
+    assert moved.done.wait(WAIT)
+    wanted = rig.host.clone()
+    for chunk, ids in enumerate(here):
+        assert torch.equal(rig.payload(chunk), oracle_chunk(rig.cache, ids).cpu())
+    rig.cache.fill(1)
+    rig.host.fill_(POISON)
+    torch.cuda.current_stream().synchronize()
+    moved = rig.mover.gather(rig.moves(here), None, Marks(rig, content, 2_000_000_000))
+    early = slice(0, rig.layout.nbytes // 4 * 3)
+    end = time.monotonic() + WAIT
+    while not torch.equal(rig.host[:, early], wanted[:, early]):
+        assert time.monotonic() < end
+    assert not moved.cache_free.done()
+    assert moved.done.wait(WAIT)
+    assert torch.equal(rig.host, wanted)
+    sums = [fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(CHUNKS)]
+    assert moved.fingerprints() == sums
+    rig.mover.close()

@@ -13,6 +13,7 @@ import torch
 from cachekit import BY_NAME, make_cache, oracle_chunk
 from lazy_device import LazyDevice
 
+from lmcache_kernels.errors import Closed
 from lmcache_kernels.transfer.embedded import EmbeddedCache
 from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
 from lmcache_kernels.transfer.keys import shard_id
@@ -32,7 +33,9 @@ class LazyEngine:
     """An engine whose work is a stream of the device; the context has what it queues there before a
     submit as what the submit comes after, unless it ignores that."""
 
-    def __init__(self, closing, seed, *, ignores_the_engine=False, slice_bytes=512, layers=2):
+    def __init__(
+        self, closing, seed, *, ignores_the_engine=False, slices=2, slice_bytes=512, layers=2
+    ):
         self.device = LazyDevice(seed)
         self.stream = self.device.stream()
         self.cache = make_cache(BY_NAME["kv_first_nhd"], layers=layers, blocks=12)
@@ -45,8 +48,8 @@ class LazyEngine:
                 engine.device.record(event, engine.stream)
                 return EventCompletion(event)
 
-            def gather(self, moves, after):
-                moved = super().gather(moves, None if ignores_the_engine else after)
+            def gather(self, moves, after, layers=None):
+                moved = super().gather(moves, None if ignores_the_engine else after, layers)
                 engine._queued.release()
                 return moved
 
@@ -66,7 +69,7 @@ class LazyEngine:
             instance=secrets.randbits(63),
             port=server,
             mover=lambda groups, layout: Mover(
-                groups, layout, device=self.device, slice_bytes=slice_bytes, slices=2
+                groups, layout, device=self.device, slice_bytes=slice_bytes, slices=slices
             ),
         )
         closing.callback(self.context.close)
@@ -165,3 +168,68 @@ def test_an_engine_uses_each_layer_of_a_layered_load_when_it_is_there(make, seed
     engine.device.settle()
     assert load.result.result(WAIT) == 2
     assert seen == dict.fromkeys(range(4), True)
+
+
+def followed(engine, digests, ids):
+    """A layered store and what queues the next layer, the content of which is its number and 2."""
+    layers = range(len(engine.cache.tensors))
+    store = engine.context.submit_layered_store(digests, [ids], [list(layers)])
+
+    def compute(layer):
+        engine.device.run(engine.stream, engine.cache.tensors[layer].fill_, layer + 2)
+        store.saved(layer)
+
+    return store, compute
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_layered_store_reads_what_the_engine_has_queued_for_each_layer(make, seed):
+    """And blocks are free after a flush, though the link is still busy."""
+    engine = make(seed, layers=5, slices=4, slice_bytes=1 << 20)
+    engine.cache.fill(1)
+    digests = [secrets.token_bytes(32) for _ in range(2)]
+    store, compute = followed(engine, digests, [0, 1, 2, 3])
+    for layer in range(5):
+        compute(layer)
+    assert engine._queued.acquire(timeout=WAIT)
+    flushing = threading.Thread(target=engine.context.flush, args=([store], WAIT))
+    flushing.start()
+    link = engine.device.streams[2]
+    engine.device.settle(held=[link])
+    flushing.join(WAIT)
+    assert not flushing.is_alive()
+    engine.device.run(engine.stream, engine.cache.fill, 9)
+    engine.device.settle(held=[link])
+    assert not store.result.done()
+    engine.device.settle()
+    assert store.result.result(WAIT) == 2
+    assert engine.load(digests, [8, 9, 10, 11]) == 2
+    for layer, tensor in enumerate(engine.cache.tensors):
+        assert (tensor[:, 8:12] == layer + 2).all()
+
+
+@pytest.mark.parametrize("computed", range(5))
+def test_a_flush_in_the_middle_of_a_layered_store_waits_for_what_reads_the_cache(make, computed):
+    """By the engine's thread, which owes the other layers; the next store is whole."""
+    engine = make(computed, layers=5)
+    digests = [secrets.token_bytes(32)]
+    store, compute = followed(engine, digests, [0, 1])
+    for layer in range(computed):
+        compute(layer)
+    engine.context.flush([store], WAIT)
+    movers = engine.device.streams[1:]
+    assert not any(stream.work for stream in movers)
+    for layer in range(computed, 5):
+        compute(layer)
+    with pytest.raises(Closed, match="stopped before"):
+        store.result.result(WAIT)
+    engine.device.settle()
+    store, compute = followed(engine, digests, [0, 1])
+    for layer in range(5):
+        compute(layer)
+    assert engine._queued.acquire(timeout=WAIT)
+    engine.device.settle()
+    assert store.result.result(WAIT) == 1
+    assert engine.load(digests, [8, 9]) == 1
+    for layer, tensor in enumerate(engine.cache.tensors):
+        assert (tensor[:, 8:10] == layer + 2).all()

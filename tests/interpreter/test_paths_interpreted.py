@@ -335,6 +335,20 @@ def test_layers_come_in_the_order_in_which_they_are_needed(name, order):
     assert moved.fingerprints() == sums
 
 
+@pytest.mark.parametrize("slice_bytes", range(1024, 24_000, 2560))
+def test_parts_of_layers_stay_within_their_slice(slice_bytes):
+    """Cut by layers or not, with steps that do not divide the slice."""
+    for seed in range(3):
+        rig = Rig("kv_first_nhd", chunks=2, layers=5, slice_bytes=slice_bytes, seed=seed)
+        sums = rig.store()
+        to = [rig.free[: rig.per_chunk], rig.free[rig.per_chunk : 2 * rig.per_chunk]]
+        moved = rig.mover.scatter(rig.moves(to), None, layers=[list(range(5))])
+        rig.device.settle()
+        assert moved.fingerprints() == sums
+        for new, chunk in zip(to, range(2), strict=True):
+            assert torch.equal(oracle_chunk(rig.cache, new), rig.payload(chunk))
+
+
 def layer_bytes(cache, layer, ids):
     """What one layer holds in these blocks."""
     _, kvs = row_count(cache)

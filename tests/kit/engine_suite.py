@@ -12,7 +12,7 @@ import torch
 from cachekit import BY_NAME, make_cache, oracle_chunk, untouched_outside
 from gate_port import GatePort
 
-from lmcache_kernels.errors import CapacityError, LayoutError
+from lmcache_kernels.errors import CapacityError, Closed, LayoutError
 from lmcache_kernels.transfer.embedded import EmbeddedCache
 from lmcache_kernels.transfer.engine_driven import inline_slots, registration
 from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
@@ -110,9 +110,9 @@ def test_mp_078_only_chunks_that_are_missing_are_gathered(device, port, context_
             self.ready, self.close = self._mover.ready, self._mover.close
             self.scatter = self._mover.scatter
 
-        def gather(self, moves, after):
+        def gather(self, moves, after, layers=None):
             gathered.append([move.blocks for move in moves])
-            return self._mover.gather(moves, after)
+            return self._mover.gather(moves, after, layers)
 
     context = context_of(cache, mover=Counting)
     digests = names(4)
@@ -238,3 +238,39 @@ def test_a_layer_that_does_not_come_is_waited_for_so_long_and_no_longer(device, 
     assert not load.wait_layer(0, 0.01)
     load.result.set_exception(CapacityError("no"))
     assert load.wait_layer(0, 0.01)
+
+
+def test_a_layered_store_reads_each_layer_once_it_was_said_to_be_saved(device, context_of):
+    """Not what was in the blocks when it was submitted; the engine computes them in any order."""
+    cache = make_cache(BY_NAME["kv_first_nhd"], layers=5, blocks=20, device=device)
+    context = context_of(cache)
+    cache.fill(1)
+    digests = names(3)
+    order = [3, 0, 4, 1, 2]
+    store = context.submit_layered_store(digests, [list(range(6))], [order])
+    for place in range(5):
+        cache.tensors[order.index(place)].fill_(place + 2)
+        store.saved(place)
+    assert store.result.result(WAIT) == 3
+    before = oracle_chunk(cache, list(range(6)))
+    assert load(context, digests, list(range(8, 14))) == 3
+    assert torch.equal(oracle_chunk(cache, list(range(8, 14))), before)
+
+
+def test_a_layered_store_that_is_flushed_in_the_middle_is_not_found(device, context_of, port):
+    cache = make_cache(BY_NAME["kv_first_nhd"], layers=3, blocks=8, device=device)
+    cache.fill_random(5)
+    context = context_of(cache)
+    digests = names(2)
+    for saved in range(3):
+        begun = context.submit_layered_store(digests, [[0, 1, 2, 3]], [[0, 1, 2]])
+        for place in range(saved):
+            begun.saved(place)
+        context.flush_inflight_stores(WAIT)
+        cache.fill(9)
+        begun.saved(2)
+        with pytest.raises(Closed, match="stopped before"):
+            begun.result.result(WAIT)
+        assert load(context, digests, [4, 5, 6, 7]) == 0
+    assert port.inner.stats()["writing"] == 0
+    assert store(context, digests, [0, 1, 2, 3]) == 2

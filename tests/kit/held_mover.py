@@ -50,6 +50,7 @@ class HeldMover:
     queued: what :meth:`let_go` will carry out.
     moves: of every call, (direction, moves).
     before: called with the direction when moves are about to be queued; may raise.
+    following: released when a gather begins that follows the engine layer by layer.
     """
 
     synchronous = False
@@ -61,6 +62,7 @@ class HeldMover:
         self.queued = []
         self.moves = []
         self.before = lambda direction: None
+        self.following = threading.Semaphore(0)
         self.closed = False
 
     def prepare(self):
@@ -69,7 +71,11 @@ class HeldMover:
     def ready(self):
         return None
 
-    def gather(self, moves, after):
+    def gather(self, moves, after, layers=None):
+        if layers is not None:
+            self.following.release()
+            for place in sorted(place for group in layers.order for place in group):
+                layers.wait(place)
         return self._queue("store", moves, self._host.gather)
 
     def scatter(self, moves, after, layers=None):

@@ -140,7 +140,7 @@ def main(settings):
         from lmcache_kernels.transfer.moving.host_mover import HostMover
 
         class Halting(HostMover):
-            def gather(self, moves, after):
+            def gather(self, moves, after, layers=None):
                 return self._halt("gather", moves)
 
             def scatter(self, moves, after, layers=None):

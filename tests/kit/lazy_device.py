@@ -101,6 +101,14 @@ class LazyDevice:
             assert ready, "streams wait for each other"
             self._random.choice(ready).work.popleft()[1]()
 
+    def settle_some(self, most=8):
+        """Do some of what is queued, or nothing."""
+        for _ in range(self._random.randint(0, most)):
+            ready = [s for s in self.streams if s.work and (not s.work[0][0] or s.work[0][0]())]
+            if not ready:
+                return
+            self._random.choice(ready).work.popleft()[1]()
+
     def settle_until(self, event):
         """Do what comes before an event, and whatever else happens to be done by then."""
         while not event.query():

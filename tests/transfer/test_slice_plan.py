@@ -12,7 +12,13 @@ from lmcache_kernels.chunk_copy import cut, pair_planes
 from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.copy_config import choose_config
 from lmcache_kernels.copy_plan import CopyPlan
-from lmcache_kernels.transfer.moving.slice_plan import FIRST_BYTES, fill, layer_sizes, part_sizes
+from lmcache_kernels.transfer.moving.slice_plan import (
+    FIRST_BYTES,
+    fill,
+    layer_ends,
+    layer_sizes,
+    part_sizes,
+)
 from lmcache_kernels.views import group_of
 
 MB = 1 << 20
@@ -101,6 +107,41 @@ def test_slices_are_filled_in_order_and_never_too_full(sizes, most, first):
         assert len(slices[0]) == 1 or sum(slices[0]) <= first
         for one, after in itertools.pairwise(slices[1:]):
             assert sum(one) + after[0] > most
+
+
+@given(places=st.lists(st.integers(0, 200), min_size=1, unique=True).map(sorted))
+def test_layers_that_are_followed_end_small(places):
+    """Parts of one, two, four, ... layers, counted from the end, and what is left in the first."""
+    ends = [-1, *layer_ends(places), places[-1]]
+    assert ends == sorted(set(ends))
+    parts = [sum(a < place <= b for place in places) for a, b in itertools.pairwise(ends)][::-1]
+    assert sum(parts) == len(places)
+    assert parts[:-1] == [1 << k for k in range(len(parts) - 1)]
+    assert 0 < parts[-1] <= 1 << (len(parts) - 1)
+
+
+@given(
+    rows=st.integers(1, 9),
+    ends=st.lists(st.integers(0, 8), unique=True).map(sorted),
+    seed=st.integers(0, 100),
+    size=st.integers(1, 20_000),
+)
+def test_no_part_goes_on_behind_an_end(rows, ends, seed, size):
+    tensors = [torch.zeros((2, 8, 4, 2, 16), dtype=torch.float16) for _ in range(rows)]
+    groups = [group_of(tensors, "kv block token head dim")]
+    layout = ChunkLayout.of(groups, 16)
+    plan = CopyPlan.of(pair_planes(groups, layout.planes_at(0, "cpu"), "dst"), "dst")
+    config = choose_config(plan.legs[0].dst, plan.unit, None)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
+    parts = cut(plan, config, [size], [order], ends)
+    assert sum(part.nbytes for part in parts) == layout.nbytes
+    assert [p.last_layer for p in parts] == sorted(p.last_layer for p in parts)
+    layer_bytes = layout.nbytes // rows
+    for part in parts:
+        held = range(part.offset // layer_bytes, -(-(part.offset + part.nbytes) // layer_bytes))
+        places = [order[layer] for layer in held]
+        assert (min(places), max(places)) == (part.first_layer, part.last_layer)
+        assert not any(part.first_layer <= end < part.last_layer for end in ends)
 
 
 def test_layers_begin_small():

@@ -85,6 +85,9 @@ with EmbeddedCache(arena_bytes=1 << 20, chunk_tokens=256) as store:
     )
     assert_type(context.submit_store(names, [[1], range(3)]).result, Future[int])
     assert_type(context.submit_retrieve(names, [[1]], skip_first_n_tokens=16), Future[int])
+    following = context.submit_layered_store(names, [[1]], [[0, 1]])
+    assert_type(following.result, Future[int])
+    following.saved(1)
     context.submit_store(names, [1, 2])  # type: ignore[list-item]
     either = create_transfer_context(
         [KVGroup.of(cache, "kv block token head dim")],

@@ -70,7 +70,10 @@ def test_who_copies_is_what_was_set_or_else_the_environments(
         monkeypatch.setenv("LMCACHE_MP_TRANSFER_MODE", environment)
     config = read(**configured, layerwise=True, load_async=False)
     assert config.transfer_mode == mode
-    assert config.loads_by_layer is (mode == "engine_driven")
+    assert config.loads_by_layer is config.stores_by_layer is (mode == "engine_driven")
+    between = read(**configured, layerwise=True)
+    assert (between.loads_by_layer, between.stores_by_layer) == (False, mode == "engine_driven")
+    assert not read(**configured).stores_by_layer
 
 
 @pytest.mark.parametrize(

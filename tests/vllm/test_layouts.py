@@ -12,6 +12,7 @@ from lmcache_kernels.adapters.vllm.layouts import (
     check_can_move,
     describe_groups,
     group_shapes,
+    layers_run_once,
 )
 from lmcache_kernels.adapters.vllm.tracker import GroupShape
 from lmcache_kernels.chunk_layout import ChunkLayout
@@ -228,3 +229,13 @@ def test_a_layer_with_a_view_of_its_cache_could_not_follow_to_shared_memory():
             check_can_move({"a": cache}, bound)
     on_device = torch.zeros(10, 3, 16, 16, device="meta")
     check_can_move({"a": on_device}, {"a": on_device.view(-1)})
+
+
+@pytest.mark.parametrize(
+    ("micro", "drafts", "once"),
+    [(False, None, True), (True, None, False), (False, object(), False)],
+)
+def test_a_layers_hook_tells_of_the_whole_step_unless_it_is_called_for_pieces(micro, drafts, once):
+    parallel = SimpleNamespace(use_ubatching=micro)
+    config = SimpleNamespace(parallel_config=parallel, speculative_config=drafts)
+    assert layers_run_once(config) is once

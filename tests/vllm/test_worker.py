@@ -41,7 +41,7 @@ def pages():
 def make(cache, pages):
     contexts = []
 
-    def build(*, writer=True, per_block=1, mover=None, layers=None):
+    def build(*, writer=True, per_block=1, mover=None, layers=None, **options):
         context = EngineDrivenContext(
             [group_of(pages.tensors, pages.axes)],
             chunk_tokens=CHUNK,
@@ -51,7 +51,7 @@ def make(cache, pages):
             mover=mover,
         )
         contexts.append(context)
-        return WorkerSide(context, writer=writer, pages=[per_block], layers=layers)
+        return WorkerSide(context, writer=writer, pages=[per_block], layers=layers, **options)
 
     yield build
     for context in contexts:
@@ -67,6 +67,7 @@ def stores(*jobs):
 
 
 def run_stores(worker, step):
+    worker.begin_step(step)
     worker.start_loads(step)
     worker.start_stores()
 
@@ -175,7 +176,7 @@ def test_a_store_of_what_is_there_or_does_not_fit_is_over_and_harmless(make, cac
 
 def test_stores_of_a_step_whose_end_was_left_out_start_before_the_next_or_are_given_up(make):
     worker = make()
-    worker.start_loads(stores((1, names(1), [[0, 1]]), (2, names(1), [[2, 3]])))
+    worker.begin_step(stores((1, names(1), [[0, 1]]), (2, names(1), [[2, 3]])))
     assert worker.poll() == (set(), set())
     assert not worker.take_report()
     worker.fence(StepJobs(fence=[2]))
@@ -359,3 +360,163 @@ def test_only_one_layer_of_a_late_load_is_waited_for(late, caplog):
     assert caplog.text.count("is not there") == 1
     go.set()
     worker.start_stores()
+
+
+# --- stores that follow a step --------------------------------------------------------------------
+
+
+@pytest.fixture
+def followed(make):
+    """A worker whose stores go along with a step, and its mover."""
+    movers = []
+
+    def mover(groups, layout):
+        movers.append(HeldMover(groups, layout))
+        return movers[-1]
+
+    worker = make(mover=mover, layers=LAYERS, stores_by_layer=True)
+    return worker, movers[0]
+
+
+def ended(worker, *jobs):
+    for job in jobs:
+        error = worker._stores[job].result.exception(WAIT)
+        assert error is None, error
+    worker.poll()
+    assert worker.take_report().over == dict.fromkeys(jobs, 1)
+
+
+def assert_stored(worker, pages, digests, ids):
+    to = list(range(12, 12 + len(ids)))
+    worker.start_loads(loads((77, "r", digests, [to], 0), synchronous=True))
+    worker.start_stores()
+    assert not worker.take_report().failed
+    assert torch.equal(oracle_chunk(pages, to), oracle_chunk(pages, ids))
+
+
+def test_the_stores_of_a_step_begin_with_it_and_end_with_its_last_layer(followed, pages):
+    """Several requests' are one, so that none of them waits for another."""
+    worker, mover = followed
+    digests = names(3)
+    step = stores((1, digests[:1], [[0, 1]]), (2, digests[1:], [[4, 5, 2, 3]]))
+    worker.begin_step(step)
+    assert mover.following.acquire(timeout=WAIT)
+    pages.fill_random(2)
+    worker.layer_computed(LAYERS[0][0])
+    assert mover.moves == []
+    worker.layer_computed(LAYERS[0][1])
+    mover.wait_queued(1)
+    worker.start_loads(step)
+    worker.start_stores()
+    ended(worker, 1, 2)
+    assert len(mover.moves) == 1
+    assert_stored(worker, pages, digests, [0, 1, 4, 5, 2, 3])
+
+
+@pytest.mark.parametrize("told", [[], [0], [1], [1, 1]])
+def test_layers_that_nobody_tells_of_are_computed_when_the_step_is_over(followed, pages, told):
+    """As in a whole graph of the step. A later layer says nothing of an earlier one."""
+    worker, mover = followed
+    digests = names(1)
+    worker.begin_step(stores((1, digests, [[0, 1]])))
+    assert mover.following.acquire(timeout=WAIT)
+    for layer in told:
+        worker.layer_computed(LAYERS[0][layer])
+    worker.layer_computed("model.layers.9.shares.the.cache.of.another")
+    assert mover.moves == []
+    pages.fill_random(3)
+    worker.start_stores()
+    ended(worker, 1)
+    assert_stored(worker, pages, digests, [0, 1])
+
+
+def test_layers_may_be_computed_in_another_order_than_that_of_their_names(followed, pages):
+    worker, mover = followed
+    digests = names(1)
+    worker.begin_step(stores((1, digests, [[0, 1]])))
+    assert mover.following.acquire(timeout=WAIT)
+    worker.layer_computed(LAYERS[0][1])
+    pages.fill_random(4)
+    assert mover.moves == []
+    worker.layer_computed(LAYERS[0][0])
+    mover.wait_queued(1)
+    worker.start_stores()
+    ended(worker, 1)
+    assert_stored(worker, pages, digests, [0, 1])
+
+
+@pytest.mark.parametrize("next_hook", ["fence", "fence of it", "begin_step"])
+def test_a_step_whose_end_was_left_out_ends_its_stores_before_the_next(followed, pages, next_hook):
+    """Its work is queued by then; what a fence names is over, or stopped."""
+    worker, mover = followed
+    digests = names(1)
+    worker.begin_step(stores((1, digests, [[0, 1]])))
+    assert mover.following.acquire(timeout=WAIT)
+    worker.layer_computed(LAYERS[0][0])
+    content = oracle_chunk(pages, [0, 1])
+    if next_hook == "begin_step":
+        worker.begin_step(StepJobs())
+    else:
+        worker.fence(StepJobs(fence=[1] if next_hook == "fence of it" else []))
+    if next_hook == "fence of it":
+        pages.fill(7)
+    ended(worker, 1)
+    worker.start_loads(loads((2, "r", digests, [[12, 13]], 0), synchronous=True))
+    worker.start_stores()
+    assert torch.equal(oracle_chunk(pages, [12, 13]), content)
+
+
+def test_steps_without_stores_and_ranks_that_hold_copies_begin_nothing(followed, make):
+    worker, mover = followed
+    worker.begin_step(StepJobs())
+    worker.layer_computed(LAYERS[0][0])
+    worker.start_stores()
+    reader = make(writer=False, layers=LAYERS, stores_by_layer=True)
+    run_stores(reader, stores((1, names(1), [[0, 1]])))
+    assert reader.take_report().over == {1: 1}
+    assert mover.moves == []
+    assert not worker.take_report()
+
+
+def test_a_store_with_other_blocks_than_its_chunks_have_shifts_no_other(followed, pages):
+    """They are stored one by one then."""
+    worker, _ = followed
+    digests = names(2)
+    run_stores(
+        worker,
+        stores((1, digests[:1], [[0, 1, 9]]), (2, digests[1:], [[4, 5]]), (3, names(1), [[6]])),
+    )
+    assert worker.take_report().over == {3: 1}
+    ended(worker, 1, 2)
+    assert_stored(worker, pages, digests, [0, 1, 4, 5])
+
+
+def test_a_store_that_followed_a_step_and_failed_is_over_and_the_next_one_is_whole(
+    followed, cache, pages
+):
+    worker, mover = followed
+    worker.begin_step(stores((1, names(1), [[0, 1]])))
+    assert mover.following.acquire(timeout=WAIT)
+    cache.request(Clear(), 1.0).result()
+    worker.start_stores()
+    assert worker._stores[1].result.exception(WAIT) is not None
+    worker.poll()
+    assert worker.take_report().over == {1: 1}
+    digests = names(1)
+    run_stores(worker, stores((2, digests, [[0, 1]])))
+    ended(worker, 2)
+    assert_stored(worker, pages, digests, [0, 1])
+
+
+def test_a_cpu_engine_stores_with_the_last_layer(make, pages):
+    worker = make(layers=LAYERS, stores_by_layer=True)
+    digests = names(1)
+    worker.begin_step(stores((1, digests, [[0, 1]])))
+    pages.fill_random(6)
+    for layer in LAYERS[0]:
+        assert not worker._stores[1].result.done()
+        worker.layer_computed(layer)
+    assert worker._stores[1].result.result(0) == 1
+    worker.start_stores()
+    ended(worker, 1)
+    assert_stored(worker, pages, digests, [0, 1])

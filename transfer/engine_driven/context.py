@@ -7,6 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from lmcache_kernels.chunk_copy import check_layers
 from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.transfer.moving.movers import mover_for, one_device
 from lmcache_kernels.transfer.moving.moves import copy_block_ids
@@ -16,6 +17,7 @@ from lmcache_kernels.transfer.store_transfer import StoreTransfer, Transfer
 
 from .lane import Lane
 from .layered_load import LayeredLoad
+from .layered_store import LayeredStore
 from .loading import Load, Loading
 from .registration import Registration
 from .storing import Store, Storing
@@ -138,18 +140,53 @@ class EngineDrivenContext:
         Raises:
             LayoutError: not one list a group, or too few ids; nothing was submitted.
         """
-        ids = copy_block_ids(block_ids, self.layout, len(digests))
         transfer = StoreTransfer()
+        self._submit_store(transfer, digests, block_ids)
+        return transfer
+
+    def submit_layered_store(
+        self,
+        digests: Sequence[bytes],
+        block_ids: Sequence[Sequence[int]],
+        layers: Sequence[Sequence[int]],
+    ) -> LayeredStore:
+        """:meth:`submit_store` of chunks that the engine is about to compute, layer by layer.
+
+        The server is asked for room at once, and each layer is read once the engine has told the
+        store that it is :meth:`~.layered_store.LayeredStore.saved`: when its work is done, all but
+        the last layers are on the link. On a CPU engine all is done with the last layer.
+
+        Args:
+            layers: per group, for each of its layers in the order of its tensors, its place in the
+                order in which the engine computes them.
+
+        Returns:
+            The store. It fails, and nothing of it is ever found, if it is flushed, or the context
+            closed, before the last layer was saved, or if that takes more than a minute.
+
+        Raises:
+            LayoutError: see :meth:`submit_store`; or layers that are not those of the cache.
+        """
+        store = LayeredStore(self._mover, layers, check_layers(layers, self.groups))
+        self._submit_store(store, digests, block_ids)
+        return store
+
+    def _submit_store(
+        self,
+        transfer: StoreTransfer,
+        digests: Sequence[bytes],
+        block_ids: Sequence[Sequence[int]],
+    ) -> None:
+        ids = copy_block_ids(block_ids, self.layout, len(digests))
         store = Store(transfer, list(digests), ids, self._mover.ready())
         self._stores.submit(transfer, self._storing.run(store), len(store.digests))
-        return transfer
 
     def flush(self, transfers: Sequence[StoreTransfer], timeout: float = DEVICE_TIMEOUT) -> None:
         """Return when none of these stores reads the cache any more; needs no server.
 
-        Stores whose gather has not begun are stopped, and one that still reads after ``timeout``
-        seconds is not published: its result is Closed, and its blocks may be overwritten either
-        way. Commits are not waited for.
+        Stores whose gather has not begun are stopped, and so are those by layers of which a layer
+        was not saved yet. One that still reads after ``timeout`` seconds is not published: its
+        result is Closed, and its blocks may be overwritten either way. Commits are not waited for.
         """
         end = time.monotonic() + timeout
         for transfer in [one for one in transfers if not one.stop()]:

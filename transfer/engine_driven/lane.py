@@ -54,7 +54,8 @@ class Lane:
 
     Args:
         direction: of its transfers; also names the threads.
-        threads: False: a transfer is carried out by the thread that submits it.
+        threads: False: a transfer is carried out by the thread that submits it, at once unless the
+            transfer says otherwise.
         chunk_bytes: payload of a chunk.
         observer: told of every transfer that ends.
     """
@@ -89,8 +90,8 @@ class Lane:
                     self._to_begin.put(job)
         if refused:
             self._over(job, Closed("the transfer context is closed"))
-        elif not self._threads and self._advance(job):
-            self._advance(job)
+        elif not self._threads:
+            transfer.carry_out(lambda: self._carry_out(job))
 
     def transfers(self) -> list[Transfer]:
         """Those that are not over."""
@@ -121,6 +122,10 @@ class Lane:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, end - time.monotonic()))
         return True
+
+    def _carry_out(self, job: _Job) -> None:
+        if self._advance(job):
+            self._advance(job)
 
     # --- the threads ------------------------------------------------------------------------------
 

@@ -16,11 +16,17 @@ from lmcache_kernels.transfer.messages import (
     PrepareStore,
     StoreSlots,
 )
-from lmcache_kernels.transfer.moving.moves import StillMovingError, blocks_of, check_block_ids
+from lmcache_kernels.transfer.moving.moves import (
+    Over,
+    StillMovingError,
+    blocks_of,
+    check_block_ids,
+)
 from lmcache_kernels.transfer.pacing import paced
 
 from . import worker
 from .lane import Moves
+from .layered_store import LayeredStore
 from .worker import pack_digests
 
 if TYPE_CHECKING:
@@ -120,13 +126,18 @@ class Storing:
     def _gather(self, store: Store, moves: Sequence[ChunkMove], arena: Attached) -> Moved:
         if not store.transfer.begin():
             raise Closed("the store was stopped before it read the cache")
-        with self._worker.span(f"gather {len(moves)} chunks"):
-            try:
-                moved = self._worker.mover.gather(moves, store.after)
-            except StillMovingError as error:
-                self._lose(error.done, arena)
-                raise _StillWritingError(str(error)) from error
-        store.transfer.launched(moved.cache_free)
+        layers = store.transfer if isinstance(store.transfer, LayeredStore) else None
+        free: Completion = Over()  # unless it is said below when: a call that fails has ended
+        try:
+            with self._worker.span(f"gather {len(moves)} chunks"):
+                moved = self._worker.mover.gather(moves, store.after, layers)
+            free = moved.cache_free
+        except StillMovingError as error:
+            free = error.done
+            self._lose(error.done, arena)
+            raise _StillWritingError(str(error)) from error
+        finally:
+            store.transfer.launched(free)  # a flush must not wait for the server to hear of it
         return moved
 
     def _end(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lmcache_kernels.plane import CacheGroup
 
     from .device import Device
-    from .moves import ChunkMove, Completion, Moved
+    from .moves import ChunkMove, Completion, LayerMarks, Moved
     from .path import Path
 
 
@@ -99,8 +99,16 @@ class GpuMover:
         elif not isinstance(point, Over):
             raise TransferFailed(f"join: expected an event of the device, got {point!r}")
 
-    def gather(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
-        return self._run(moves, after, storing=True)
+    def gather(
+        self,
+        moves: Sequence[ChunkMove],
+        after: Completion | None,
+        layers: LayerMarks | None = None,
+    ) -> Moved:
+        if layers is None:
+            return self._run(moves, after, storing=True)
+        staged = cast("StagedPath", self._at("staged", storing=True))
+        return replace(staged.run_behind(moves, after, layers), note="staged: layer by layer")
 
     def scatter(
         self, moves: Sequence[ChunkMove], after: Completion | None, layers: Layers | None = None

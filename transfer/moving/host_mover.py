@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lmcache_kernels.copy_plan import Side
     from lmcache_kernels.plane import CacheGroup
 
-    from .moves import ChunkMove, Completion
+    from .moves import ChunkMove, Completion, LayerMarks
 
 
 class HostMover:
@@ -42,7 +42,14 @@ class HostMover:
     def join(self, point: Completion) -> None:
         pass  # what it stands for is over
 
-    def gather(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
+    def gather(
+        self,
+        moves: Sequence[ChunkMove],
+        after: Completion | None,
+        layers: LayerMarks | None = None,
+    ) -> Moved:
+        if layers is not None:
+            layers.wait(check_layers(layers.order, self._groups))
         return self._move(moves, "dst")
 
     def scatter(

@@ -75,6 +75,27 @@ class Moved:
     layers: Steps = ()
 
 
+class LayerMarks(Protocol):
+    """How far an engine is with the layers of blocks that are gathered while it computes them.
+
+    Attributes:
+        order: when the engine writes which layer.
+    """
+
+    order: Layers
+
+    def wait(self, place: int) -> Completion | None:
+        """Until the engine has queued what writes the layers up to a place in the order.
+
+        Returns:
+            The point behind which they are written.
+
+        Raises:
+            KVTransferError: that will not be, or did not come in time.
+        """
+        ...
+
+
 class Mover(Protocol):
     """Moves chunks between one engine's cache and host memory.
 
@@ -99,8 +120,20 @@ class Mover(Protocol):
         """What the caller queues on the device from now on comes after this point."""
         ...
 
-    def gather(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
-        """Cache to host."""
+    def gather(
+        self,
+        moves: Sequence[ChunkMove],
+        after: Completion | None,
+        layers: LayerMarks | None = None,
+    ) -> Moved:
+        """Cache to host.
+
+        Args:
+            layers: read a layer not before its mark; the call waits for the last one's.
+
+        Raises:
+            KVTransferError: also what waiting for a mark raises; nothing is read any more then.
+        """
         ...
 
     def scatter(

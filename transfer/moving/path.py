@@ -79,10 +79,7 @@ class Path(ABC):
             self._head = None
             try:
                 self._pace(OPERATIONS_OF_A_RUN)
-                if isinstance(after, EventCompletion):
-                    self._wait_for(after.event)
-                elif not (after is None or isinstance(after, Over)):
-                    raise TransferFailed(f"after: expected an event of the device, got {after!r}")
+                self._come_after(after)
                 handle = device.handle(self._kernels)
                 with self._copy.queued([move.blocks for move in moves], handle) as launch:
                     steps = queue(launch, moves)
@@ -187,6 +184,13 @@ class Path(ABC):
         event = self._device.event()
         self._device.record(event, stream)
         return event
+
+    def _come_after(self, point: Completion | None) -> None:
+        """What is queued from now on touches the cache after this point only."""
+        if isinstance(point, EventCompletion):
+            self._wait_for(point.event)
+        elif not (point is None or isinstance(point, Over)):
+            raise TransferFailed(f"after: expected an event of the device, got {point!r}")
 
     def _launch(
         self,

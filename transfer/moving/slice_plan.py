@@ -63,6 +63,18 @@ def fill(parts: Sequence[T], size: Callable[[T], int], most: int, first: int) ->
     return slices
 
 
+def layer_ends(places: Sequence[int]) -> list[int]:
+    """Layers that are stored while an engine computes them: the places with which a part of a chunk ends.
+
+    Only the last layer is left for when the engine is done; two come in one part before it, then four,
+    and so on, for every part costs the host a launch a chunk.
+
+    Args:
+        places: of all layers, rising.
+    """
+    return [places[-(1 << k)] for k in reversed(range(1, len(places).bit_length()))]
+
+
 def layer_sizes(most: int) -> list[int]:
     """Sizes of the parts of every chunk that are loaded in the order of layers.
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from lmcache_kernels.errors import TransferFailed
+
 from .device import EventCompletion
 from .path import Path
+from .pieces import ALIGN, Piece, aligned, copies_of, gap_between, starts_of
 from .slice_plan import (
     FIRST_BYTES,
     HEAD_PROGRAMS,
@@ -26,23 +29,19 @@ from .slice_plan import (
     STORE_SLICES,
     WHOLE_BYTES,
     fill,
+    layer_ends,
     layer_sizes,
     part_sizes,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from lmcache_kernels.chunk_copy import ChunkCopy, ChunkPart, Layers, Queue
     from lmcache_kernels.chunk_layout import ChunkLayout
 
     from .device import Device
-    from .moves import ChunkMove, Completion, Moved, Steps
-
-_ALIGN = 512  # of pieces in a slice: enough for any access width
-NEAR_BYTES = 8192
-"""Between two chunks of neighbouring slots: a load reads so much for nothing rather than begin a copy, for a
-new one costs the link some 3 us, or 180 KB (H200, 30 November 2026)."""
+    from .moves import ChunkMove, Completion, LayerMarks, Moved, Steps
 
 _ENDS = ((False, False), (True, False), (False, True), (True, True))
 
@@ -70,14 +69,14 @@ class StagedPath(Path):
         self._nbytes = layout.nbytes
         count, most = (STORE_SLICES, STORE_BYTES) if storing else (LOAD_SLICES, LOAD_BYTES)
         self._count = slices or count
-        self._slice_bytes = _aligned(slice_bytes or most)
+        self._slice_bytes = aligned(slice_bytes or most)
         self._slices: deque[_Slice] = deque()
         self._cuts: dict[tuple[bool, bool], list[ChunkPart]] = {}
 
     def _make_ready(self) -> None:
         largest = max(part.nbytes for ends in _ENDS for part in self._parts(*ends))
         # Small chunks share a slice, so it is not made smaller for them.
-        shape = (self._count, max(_aligned(largest), self._slice_bytes))
+        shape = (self._count, max(aligned(largest), self._slice_bytes))
         with self._device.on(self._kernels):
             self._memory = torch.empty(shape, dtype=torch.uint8, device=self._where)
         # New ones, also where a device that stopped still holds older ones.
@@ -109,7 +108,7 @@ class StagedPath(Path):
         if self._storing:  # not by way of the other stream: every step costs some 3 us
             self._device.wait(self._aside, event)
 
-    def _queue_head(self, launch: Queue, piece: _Piece) -> None:
+    def _queue_head(self, launch: Queue, piece: Piece) -> None:
         """Let a kernel write the first part of a store to host memory, while slices are filled."""
         aside = self._aside
         if not self._copy.inline:  # the ids must be on the device
@@ -135,34 +134,64 @@ class StagedPath(Path):
         return self._run(moves, after, lambda launch, _: self._queue_layers(launch, moves, layers))
 
     def _queue_layers(self, launch: Queue, moves: Sequence[ChunkMove], layers: Layers) -> Steps:
-        parts = self._copy.cut(layer_sizes(self._slice_bytes), layers)
+        parts = self._copy.cut(layer_sizes(self._within_slice()), layers)
         steps: list[tuple[int, Completion]] = []
         for part, behind in itertools.zip_longest(parts, parts[1:]):
-            pieces = [_Piece(index, move, part, behind is None) for index, move in enumerate(moves)]
+            pieces = [Piece(index, move, part, behind is None) for index, move in enumerate(moves)]
             self._queue_pieces(launch, pieces, FIRST_BYTES)
             through = max(map(max, layers)) if behind is None else behind.first_layer - 1
             if through >= part.first_layer:
                 steps.append((through, EventCompletion(self._point(self._kernels))))
         return steps
 
-    def _queue_pieces(self, launch: Queue, pieces: list[_Piece], first: int) -> None:
+    def run_behind(
+        self, moves: Sequence[ChunkMove], after: Completion | None, marks: LayerMarks
+    ) -> Moved:
+        """:meth:`run` of a store behind an engine that still computes the layers."""
+        return self._run(moves, after, lambda launch, _: self._queue_behind(launch, moves, marks))
+
+    def _queue_behind(self, launch: Queue, moves: Sequence[ChunkMove], marks: LayerMarks) -> Steps:
+        ends = layer_ends(sorted(set(itertools.chain(*marks.order))))
+        parts = self._copy.cut([self._within_slice()], marks.order, ends)
+        for place, some in itertools.groupby(parts, lambda part: part.last_layer):
+            self._come_after(marks.wait(place))
+            pieces = [
+                Piece(index, move, part, part is parts[-1])
+                for part in some
+                for index, move in enumerate(moves)
+            ]
+            self._queue_pieces(launch, pieces, FIRST_BYTES)
+        return ()
+
+    def _queue_pieces(self, launch: Queue, pieces: list[Piece], first: int) -> None:
         """Queue them in slices, in order; those of one slice share a call of the copy engine.
 
         Args:
             first: bytes at which the slice is full at which one engine waits for the other.
         """
         way = 1 if self._storing else -1
-        slices = fill(pieces[::way], _Piece.room, self._slice_bytes, first)[::way]
+        slices = fill(pieces[::way], Piece.room, self._slice_bytes, first)[::way]
         for some in slices:
             self._queue_slice(launch, some[::way])
 
-    def _queue_slice(self, launch: Queue, pieces: list[_Piece]) -> None:
+    def _within_slice(self) -> int:
+        """What a part may be cut to so that, with the step that it may have more, it fits a slice."""
+        return max(1, self._slice_bytes - self._copy.step_bytes - ALIGN)
+
+    def _queue_slice(self, launch: Queue, pieces: list[Piece]) -> None:
         device, kernels, link = self._device, self._kernels, self._link
         slice_ = self._slices[0]
         self._slices.rotate(-1)
         self._pace(3)
-        gaps = [self._gap(*pair) for pair in itertools.pairwise(pieces)]
-        starts = _place(pieces, gaps, slice_.address)
+        gaps = [
+            None if self._storing else gap_between(*pair) for pair in itertools.pairwise(pieces)
+        ]
+        starts = starts_of(pieces, gaps, slice_.address)
+        if starts[-1] + pieces[-1].end() > slice_.end:
+            raise TransferFailed(
+                f"slice: expected at most {slice_.end - slice_.address} bytes, got "
+                f"{starts[-1] + pieces[-1].end() - slice_.address}"
+            )
         if self._storing:
             device.wait(kernels, slice_.emptied)
             self._launch_pieces(launch, pieces, starts)
@@ -178,33 +207,16 @@ class StagedPath(Path):
             self._launch_pieces(launch, pieces, starts)
             device.record(slice_.emptied, kernels)
 
-    def _launch_pieces(self, launch: Queue, pieces: list[_Piece], starts: list[int]) -> None:
+    def _launch_pieces(self, launch: Queue, pieces: list[Piece], starts: list[int]) -> None:
         for piece, start in zip(pieces, starts, strict=True):
             self._pace()
             self._launch(launch, piece.chunk, piece.part, start, last=piece.last)
 
-    def _gap(self, before: _Piece, piece: _Piece) -> int | None:
-        """Bytes between two payloads that one load may read; None if it may not."""
-        one_copy = before.last_region() == piece.region()
-        if self._storing or not (one_copy and before.move.reachable and piece.move.reachable):
-            return None
-        gap = piece.begin() - (before.begin() + before.part.nbytes)
-        return (
-            gap if 0 <= gap <= NEAR_BYTES and gap % _ALIGN == -before.part.nbytes % _ALIGN else None
-        )
-
-    def _copy_pieces(self, pieces: list[_Piece], gaps: list[int | None], starts: list[int]) -> None:
-        copies: list[list[int]] = []
-        for piece, gap, start in zip(pieces, (None, *gaps), starts, strict=True):
-            for first, end in piece.ranges():
-                if gap is not None and first == piece.part.offset:
-                    copies[-1][2] += gap + end - first
-                else:
-                    copies.append([start + first, piece.move.address + first, end - first])
-        pinned = all(piece.move.reachable for piece in pieces)
-        here, host_side, sizes = zip(*copies, strict=True)
+    def _copy_pieces(self, pieces: list[Piece], gaps: list[int | None], starts: list[int]) -> None:
+        here, host_side, sizes = zip(*copies_of(pieces, gaps, starts), strict=True)
         to, origin = (host_side, here) if self._storing else (here, host_side)
-        if len(copies) > 1 and pinned and self._device.batches:
+        pinned = all(piece.move.reachable for piece in pieces)
+        if len(sizes) > 1 and pinned and self._device.batches:
             columns = (np.array(column, dtype=np.uint64) for column in (to, origin, sizes))
             self._device.copy_batch(self._link, *columns)
             return
@@ -235,62 +247,10 @@ class _Slice:
 
     def __init__(self, memory: torch.Tensor, device: Device) -> None:
         self.address = memory.data_ptr()
+        self.end = self.address + memory.numel()
         self.filled = device.event()
         self.emptied = device.event()
 
 
-class _Piece(NamedTuple):
-    """A part of one chunk of a run; ``last``: its kernel is the chunk's last."""
-
-    chunk: int
-    move: ChunkMove
-    part: ChunkPart
-    last: bool
-
-    def size(self) -> int:
-        """What it takes of a slice."""
-        return _aligned(self.part.nbytes)
-
-    def room(self) -> int:
-        """The same, and what may lie between it and the next."""
-        return self.size() + NEAR_BYTES
-
-    def begin(self) -> int:
-        """Where it lies in host memory."""
-        return self.move.address + self.part.offset
-
-    def region(self) -> int:
-        """The registration in which it begins."""
-        return self.move.region + sum(cut <= self.part.offset for cut in self.move.cuts)
-
-    def last_region(self) -> int:
-        """The registration in which it ends."""
-        end = self.part.offset + self.part.nbytes
-        return self.move.region + sum(cut < end for cut in self.move.cuts)
-
-    def ranges(self) -> Iterator[tuple[int, int]]:
-        """Its range of the payload, cut where no single copy may go on."""
-        part = self.part
-        end = part.offset + part.nbytes
-        cuts = (cut for cut in self.move.cuts if part.offset < cut < end)
-        return itertools.pairwise((part.offset, *cuts, end))
-
-
-def _pieces(chunk: int, move: ChunkMove, parts: Sequence[ChunkPart]) -> list[_Piece]:
-    return [_Piece(chunk, move, part, part is parts[-1]) for part in parts]
-
-
-def _place(pieces: list[_Piece], gaps: list[int | None], address: int) -> list[int]:
-    """Where the payload of each would begin for its part to lie in the slice at ``address``.
-
-    A part is as far from the last as in host memory, where one copy brings both.
-    """
-    starts = []
-    for piece, gap in zip(pieces, (*gaps, None), strict=True):
-        starts.append(address - piece.part.offset)
-        address += piece.size() if gap is None else piece.part.nbytes + gap
-    return starts
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
+def _pieces(chunk: int, move: ChunkMove, parts: Sequence[ChunkPart]) -> list[Piece]:
+    return [Piece(chunk, move, part, part is parts[-1]) for part in parts]

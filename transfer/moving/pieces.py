@@ -1,0 +1,104 @@
+"""How parts of chunks lie in a slice, and which copies bring them there or away. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lmcache_kernels.chunk_copy import ChunkPart
+
+    from .moves import ChunkMove
+
+ALIGN = 512
+"""Of pieces in a slice: enough for any access width."""
+
+NEAR_BYTES = 8192
+"""Between two chunks of neighbouring slots: a load reads so much for nothing rather than begin a copy, for a
+new one costs the link some 3 us, or 180 KB (H200, 30 November 2026)."""
+
+
+class Piece(NamedTuple):
+    """A part of one chunk of a run; ``last``: its kernel is the chunk's last."""
+
+    chunk: int
+    move: ChunkMove
+    part: ChunkPart
+    last: bool
+
+    def size(self) -> int:
+        """What it takes of a slice."""
+        return aligned(self.part.nbytes)
+
+    def room(self) -> int:
+        """The same, and what may lie between it and the next."""
+        return self.size() + NEAR_BYTES
+
+    def begin(self) -> int:
+        """Where it lies in host memory."""
+        return self.move.address + self.part.offset
+
+    def end(self) -> int:
+        """Where it ends in the payload."""
+        return self.part.offset + self.part.nbytes
+
+    def region(self) -> int:
+        """The registration in which it begins."""
+        return self.move.region + sum(cut <= self.part.offset for cut in self.move.cuts)
+
+    def last_region(self) -> int:
+        """The registration in which it ends."""
+        return self.move.region + sum(cut < self.end() for cut in self.move.cuts)
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Its range of the payload, cut where no single copy may go on."""
+        first, end = self.part.offset, self.end()
+        cuts = (cut for cut in self.move.cuts if first < cut < end)
+        return itertools.pairwise((first, *cuts, end))
+
+
+def gap_between(before: Piece, piece: Piece) -> int | None:
+    """Bytes between two payloads that one load may read too; None if it may not."""
+    one_copy = before.last_region() == piece.region()
+    if not (one_copy and before.move.reachable and piece.move.reachable):
+        return None
+    gap = piece.begin() - (before.begin() + before.part.nbytes)
+    return gap if 0 <= gap <= NEAR_BYTES and gap % ALIGN == -before.part.nbytes % ALIGN else None
+
+
+def starts_of(pieces: list[Piece], gaps: list[int | None], address: int) -> list[int]:
+    """Where the payload of each would begin for its part to lie in the slice at ``address``.
+
+    A part is as far from the last as in host memory, where one copy brings both.
+    """
+    starts = []
+    for piece, gap in zip(pieces, (*gaps, None), strict=True):
+        starts.append(address - piece.part.offset)
+        address += piece.size() if gap is None else piece.part.nbytes + gap
+    return starts
+
+
+def copies_of(
+    pieces: list[Piece], gaps: list[int | None], starts: list[int]
+) -> list[tuple[int, int, int]]:
+    """Address in the slice, address in host memory and bytes of every copy.
+
+    Args:
+        starts: see :func:`starts_of`.
+    """
+    copies: list[tuple[int, int, int]] = []
+    for piece, gap, start in zip(pieces, (None, *gaps), starts, strict=True):
+        for first, end in piece.ranges():
+            if gap is not None and first == piece.part.offset:
+                here, there, nbytes = copies[-1]
+                copies[-1] = here, there, nbytes + gap + end - first
+            else:
+                copies.append((start + first, piece.move.address + first, end - first))
+    return copies
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of :data:`ALIGN`."""
+    return -(-nbytes // ALIGN) * ALIGN
