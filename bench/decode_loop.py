@@ -1,8 +1,8 @@
 """How much longer a step of an engine takes while transfers fill the link, one way and both.
 
 Two loops: a decode step, limited by memory, and a large matrix product, limited by arithmetic. Each is
-timed alone, beside the library's transfers and beside LMCache's staged path, in turn, and what was
-copied meanwhile stands beside each time.
+timed alone, beside the library's transfers, beside plain copies and beside LMCache's staged path, in
+turn, and what was copied meanwhile stands beside each time.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 CASE = Case(cases.LLAMA_8B, cases.KV_FIRST)
 STAGED = "lmcache_staged"
+PLAIN = "plain_copies"
+"""Between pinned memory and the device, as fast as the link is: what no transfer disturbs less."""
+
 COPY = "hbm_copy"
 COPY_BYTES = 2 << 30
 ROUNDS = 8
@@ -47,7 +50,8 @@ ROUNDS = 8
 MODES = {**{direction: (direction,) for direction in DIRECTIONS}, BOTH: DIRECTIONS}
 """Which directions are filled."""
 
-PARTS: dict[str, Callable[[str], Steps]] = {"decode": decode_steps, "gemm": gemm_steps}
+DECODE = "decode"
+PARTS: dict[str, Callable[[str], Steps]] = {DECODE: decode_steps, "gemm": gemm_steps}
 
 
 def run(part: str, rig: Rig) -> list[Row]:
@@ -59,7 +63,7 @@ def run(part: str, rig: Rig) -> list[Row]:
     loop = GraphLoop(steps, rig.device)
     copy = measure([_device_copy(rig.device)], ROUNDS, rig.clock) if steps.nbytes else {}
     rows = []
-    with traffic(rig) as both:
+    with traffic(rig, decoding=part == DECODE) as both:
         for mode in modes:
             rows.append(measure_beside(part, mode, loop, steps.nbytes, both, rig, copy))
             print(line(rows[-1]), flush=True)
@@ -81,16 +85,28 @@ class Traffic:
 
 
 @contextmanager
-def traffic(rig: Rig) -> Iterator[Traffic]:
-    """What fills the link, both directions of everyone."""
+def traffic(rig: Rig, *, decoding: bool) -> Iterator[Traffic]:
+    """What fills the link, both directions of everyone.
+
+    Args:
+        decoding: what our mover is told of the engine.
+    """
     works = set_up_both(CASE, rig.options.size_mb << 20, rig.device, rig.memory)
     mover = rig.open_mover(works[0])
+    mover.decoding = decoding
     try:
         ours = {work.trial.direction: Transfer.of(mover, work) for work in works}
         works[0].poison()
         exact = all(transfer.is_exact() for transfer in ours.values())
         theirs, absent = staged_flows(rig)
-        flows = {OURS: {direction: flow_of(one) for direction, one in ours.items()}, **theirs}
+        flows = {
+            OURS: {direction: flow_of(one) for direction, one in ours.items()},
+            PLAIN: {
+                direction: Flow(direction, partial(rig.link.queue, work.gathers), rig.link.nbytes)
+                for direction, work in zip(ours, works, strict=True)
+            },
+            **theirs,
+        }
         yield Traffic(flows, exact, absent, works[0].run_bytes)
     finally:
         mover.close()

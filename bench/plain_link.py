@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .streams import forked, new_stream, on
+from .streams import forked, new_stream, on, point_in
 from .timing import Contender
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from lmcache_kernels.transfer.moving.moves import Completion
 
 CEILING = "link"
 LINK_BYTES = 256 << 20
@@ -49,10 +51,24 @@ class PlainLink:
 
     def _copy_both_ways(self) -> None:
         with forked(self._streams):
-            for out, into in zip(_slices(*self._out), _slices(*self._into), strict=True):
-                for stream, (to, origin) in zip(self._streams, (out, into[::-1]), strict=True):
+            for pairs in zip(self._slices(True), self._slices(False), strict=True):
+                for stream, (to, origin) in zip(self._streams, pairs, strict=True):
                     with on(stream):
                         to.copy_(origin, non_blocking=True)
+
+    def queue(self, out: bool) -> Completion:
+        """Queue everything one way, slice by slice, on a stream of its own."""
+        stream = self._streams[0 if out else 1]
+        with on(stream):
+            for to, origin in self._slices(out):
+                to.copy_(origin, non_blocking=True)
+        return point_in(stream)
+
+    def _slices(self, out: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Where to and where from."""
+        host, here = self._out if out else self._into
+        to, origin = (host, here) if out else (here, host)
+        return zip(to.split(SLICE_BYTES), origin.split(SLICE_BYTES), strict=True)
 
 
 def _pieces(device: str, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,7 +77,3 @@ def _pieces(device: str, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device != "cpu")
     host.copy_(torch.randint_like(here, 256))
     return host, here
-
-
-def _slices(host: torch.Tensor, here: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    return zip(host.split(SLICE_BYTES), here.split(SLICE_BYTES), strict=True)

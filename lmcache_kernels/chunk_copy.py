@@ -128,7 +128,7 @@ class ChunkCopy:
         return cut(self.plan, self._executor.config, sizes, layers, ends)
 
     @contextmanager
-    def queued(self, blocks: Sequence[Sequence[Sequence[int]]], stream: int) -> Iterator[Queue]:
+    def queued(self, blocks: Iterable[Sequence[Sequence[int]]], stream: int) -> Iterator[Queue]:
         """Make the block ids of some chunks ready for launches on a stream.
 
         Args:

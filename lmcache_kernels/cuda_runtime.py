@@ -19,6 +19,13 @@ _NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for
 _LOWEST_PRIORITY = 0
 _ANY_DIRECTION = 4  # cudaMemcpyDefault: the addresses say which
 
+# What torch.cuda's own functions call, without their checks, which cost microseconds.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
+"""The calling thread's."""
+
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
+"""Of a device and the calling thread: its handle."""
+
 
 @cache
 def cuda_runtime() -> ctypes.CDLL:

@@ -12,6 +12,7 @@ import torch
 from .call_ring import ring_of
 from .copy_config import MAX_GRID, choose_config
 from .copy_tables import CALL_WORDS, INLINE_IDS, NO_TILE, leg_table, row_table
+from .cuda_runtime import current_device, current_stream
 from .errors import LayoutError
 from .launching import NOT_INLINE, constants_of, launcher
 
@@ -35,10 +36,6 @@ if TYPE_CHECKING:
 
 _PADDING = [(0,) * (INLINE_IDS - count) for count in range(INLINE_IDS + 1)]
 _FINGERPRINT = {None: 0, "dst": 1, "src": 2}
-
-# What torch.cuda's own functions call, without their checks: a microsecond each, twice a copy.
-_device_now: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
-_stream_now: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
 
 
 class KernelCopy:
@@ -107,11 +104,11 @@ class KernelCopy:
 
     def copy(self, ids: Ids, sums: torch.Tensor | None) -> None:
         index = self._index
-        if index is not None and _device_now() != index:
+        if index is not None and current_device() != index:
             with torch.cuda.device(index):
                 self.copy(ids, sums)
             return
-        stream = 0 if index is None else _stream_now(index)
+        stream = 0 if index is None else current_stream(index)
         if stream != self._stream:
             self._use(stream)
         counts = [len(to) for to, _ in ids]

@@ -43,6 +43,7 @@ class StepJobs:
     stores: list[StoreJob] = field(default_factory=list)
     # Stores whose blocks this step may overwrite: their gathers must be over before it runs.
     fence: list[int] = field(default_factory=list)
+    decoding: bool = False  # some requests are behind their prompt
 
 
 @dataclass(slots=True)

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DECODED_TOKENS = 8
+"""Of one request in one step: with no more it is behind its prompt, speculation included."""
+
 RESET_TIMEOUT = 2.0
 """Seconds the engine's cache reset waits for the server."""
 
@@ -259,6 +262,9 @@ class SchedulerSide:
                 self.finished(request_id)
         step, self._step = self._step, StepJobs()
         step.fence = sorted(set(step.fence))
+        step.decoding = any(
+            tokens <= DECODED_TOKENS for tokens in output.num_scheduled_tokens.values()
+        )
         return step
 
     def _advance(

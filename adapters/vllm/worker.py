@@ -92,6 +92,7 @@ class WorkerSide:
     def begin_step(self, step: StepJobs) -> None:
         """Before the step's work is queued: take note of its stores, or begin them."""
         self._step_is_queued()
+        self._context.decoding = step.decoding
         self._ordered += step.stores
         if self._follows and self._writer and self._ordered:
             self._follow(self._follows)

@@ -149,14 +149,19 @@ def test_alone_is_beside_nothing():
 def test_a_mode_becomes_a_row(rig, mode, monkeypatch, make_document):
     monkeypatch.setattr(decode_loop, "CASE", TINY)
     copy = {"hbm_copy": Spread(1.0, 1.0, 1.0)}
-    loop = Scripted([1e-3] * 6)
-    with decode_loop.traffic(rig) as both:
+    loop = Scripted([1e-3] * 9)
+    with decode_loop.traffic(rig, decoding=True) as both:
         row = decode_loop.measure_beside("decode", mode, loop, 7, both, rig, copy)
     assert row.bit_exact
     assert row.title == f"decode {TINY.name} {mode}"
     assert set(row.beside["ours"]) == set(decode_loop.MODES[mode])
     assert row.slowdown("ours") == pytest.approx(1.0)
-    assert row.moved == {"alone": 7, "ours": 7, "hbm_copy": 2 * decode_loop.COPY_BYTES}
+    assert row.moved == {
+        "alone": 7,
+        "ours": 7,
+        "plain_copies": 7,
+        "hbm_copy": 2 * decode_loop.COPY_BYTES,
+    }
     assert set(row.absent) == {"lmcache_staged"}
     assert problems(make_document(row)) == []
     assert "x1.000 at" in decode_loop.line(row)
@@ -165,8 +170,8 @@ def test_a_mode_becomes_a_row(rig, mode, monkeypatch, make_document):
 
 def test_a_loop_that_memory_does_not_limit_counts_no_bytes(rig, monkeypatch, make_document):
     monkeypatch.setattr(decode_loop, "CASE", TINY)
-    with decode_loop.traffic(rig) as both:
-        loop = Scripted([1e-3] * 6)
+    with decode_loop.traffic(rig, decoding=True) as both:
+        loop = Scripted([1e-3] * 9)
         row = decode_loop.measure_beside("gemm", "gather", loop, 0, both, rig, {})
     assert row.moved == {}
     assert problems(make_document(row)) == []

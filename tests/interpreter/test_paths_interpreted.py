@@ -14,17 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lazy_device import LazyDevice
 
+from lmcache_kernels.chunk_copy import ChunkCopy
 from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.errors import ConfigError, LayoutError, TransferFailed
 from lmcache_kernels.fingerprint import fingerprint
 from lmcache_kernels.ids import ABSENT
 from lmcache_kernels.transfer.moving import path as path_module
-from lmcache_kernels.transfer.moving import tally
+from lmcache_kernels.transfer.moving import slice_plan, tally
 from lmcache_kernels.transfer.moving.device import EventCompletion
 from lmcache_kernels.transfer.moving.gpu_mover import GpuMover
 from lmcache_kernels.transfer.moving.moves import ChunkMove, StillMovingError
 from lmcache_kernels.transfer.moving.planner import PATHS
-from lmcache_kernels.transfer.moving.slice_plan import STORE_SLICES as SLICES
 from lmcache_kernels.views import group_of
 
 pytestmark = pytest.mark.skipif(
@@ -335,6 +335,36 @@ def test_layers_come_in_the_order_in_which_they_are_needed(name, order):
     assert moved.fingerprints() == sums
 
 
+def test_stores_beside_decoding_go_through_small_slices():
+    rig = Rig(chunks=2, slices=None)
+    sums = rig.store()
+    whole = bytes(rig.host.numpy())
+    rig.host.fill_(POISON)
+    rig.mover.decoding = True
+    rig.mover.prepare()
+    assert rig.store() == sums
+    assert bytes(rig.host.numpy()) == whole
+    usual, gentle = (rig.mover._at(name, storing=True) for name in ("staged", "gentle"))
+    assert usual._memory.shape == (slice_plan.STORE_SLICES, slice_plan.STORE_BYTES)
+    assert gentle._memory.shape == (slice_plan.GENTLE_SLICES, slice_plan.GENTLE_BYTES)
+    assert gentle._queued > 0
+    before = usual._queued
+    rig.store()
+    assert usual._queued == before, "and through none else"
+
+
+def test_a_chunk_is_cut_by_layers_once_for_an_order(monkeypatch):
+    rig = Rig(chunks=1, layers=3)
+    rig.store()
+    cuts, cut = [], ChunkCopy.cut
+    monkeypatch.setattr(ChunkCopy, "cut", lambda self, *how: cuts.append(how) or cut(self, *how))
+    for order in ([0, 1, 2], [0, 1, 2], [2, 1, 0], [2, 1, 0]):
+        moved = rig.mover.scatter(rig.moves([rig.free[: rig.per_chunk]]), None, layers=[order])
+        rig.device.settle()
+        assert moved.layers[-1][0] == 2
+    assert len([how for how in cuts if how[1:2] != ()]) == 2
+
+
 @pytest.mark.parametrize("slice_bytes", range(1024, 24_000, 2560))
 def test_parts_of_layers_stay_within_their_slice(slice_bytes):
     """Cut by layers or not, with steps that do not divide the slice."""
@@ -396,7 +426,7 @@ def test_a_device_that_has_stopped_is_an_error(monkeypatch):
     with pytest.raises(StillMovingError):
         rig.mover.gather(rig.moves(), None)
     path.open()
-    assert len(path._slices) == SLICES
+    assert len(path._slices) == slice_plan.STORE_SLICES
     assert not path._marks
     rig.device.stopped = False
     rig.device.settle()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,18 +48,25 @@ def test_each_path_has_its_place(run, count, path):
     count=st.integers(1, 1 << 20),
     storing=st.booleans(),
     possible=st.sets(st.sampled_from(ALL[1:])),
+    decoding=st.booleans(),
 )
 def test_what_is_chosen_is_possible_and_none_is_expected_to_be_quicker(
-    run, count, storing, possible
+    run, count, storing, possible, decoding
 ):
-    planner, job = Planner(USUAL), Job(storing, run, count)
+    planner, job = Planner(USUAL), Job(storing, run, count, decoding)
     choice = planner.choose(job, ["staged", *possible])
     assert choice.path in {"staged", *possible}
     chosen = planner.seconds(choice.path, job)
     for path in {"staged", *possible} - {"direct"}:
         assert chosen <= planner.seconds(path, job)
     if choice.path == "direct":
-        assert chosen <= DISTURBING_SECONDS
+        assert chosen <= DISTURBING_SECONDS[decoding]
+
+
+def test_kernels_hold_the_link_for_longer_if_nobody_decodes():
+    job = Job(True, 4096, 2048)
+    assert Planner(USUAL).choose(job, ALL[:2]).path == "direct"
+    assert Planner(USUAL).choose(replace(job, decoding=True), ALL[:2]).path == "staged"
 
 
 @given(run=st.sampled_from(RUNS), count=st.sampled_from(COUNTS), storing=st.booleans())

@@ -514,3 +514,13 @@ def test_a_reset_clears_this_model_and_forgets_what_was_looked_up(port):
     side.report(over(store.job_id))
     assert side.reset() is True
     assert len(port.of(Clear)) == 2
+
+
+def test_a_step_says_whether_a_request_of_it_decodes(port):
+    """Other requests may be at their prompts in the same step."""
+    side = make(port)
+    prompt = ("a", ([1, 2, 3],), 0, 48)
+    assert not side.build_step(step_output()).decoding
+    assert not side.build_step(step_output(new=[prompt])).decoding
+    assert side.build_step(step_output(new=[prompt], cached=[("b", (), 70, 1, False)])).decoding
+    assert side.build_step(step_output(cached=[("b", (), 71, 5, False)])).decoding, "speculation"

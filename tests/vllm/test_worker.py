@@ -72,6 +72,13 @@ def run_stores(worker, step):
     worker.start_stores()
 
 
+def test_the_context_hears_whether_the_engine_decodes(make):
+    worker = make()
+    for decoding in (True, False, True):
+        worker.begin_step(StepJobs(decoding=decoding))
+        assert worker._context.decoding is decoding
+
+
 def loads(*jobs, synchronous=False):
     return StepJobs(loads=[LoadJob(*job, synchronous) for job in jobs])
 

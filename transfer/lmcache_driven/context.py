@@ -87,6 +87,9 @@ class LmcacheDrivenContext:
         CapacityError: not enough shared memory.
     """
 
+    decoding = False
+    """See EngineDrivenContext.decoding; the server, which copies, is not told."""
+
     def __init__(
         self,
         kv_caches: Sequence[KVGroup],

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lmcache_kernels.cuda_runtime import forget_error, new_stream, patient, quick
+from lmcache_kernels.cuda_runtime import (
+    current_stream,
+    forget_error,
+    new_stream,
+    patient,
+    quick,
+)
 from lmcache_kernels.errors import TransferFailed
 
 from .cuda_host import copy_batch, has_batched_copies
@@ -26,6 +32,9 @@ POLL_SECONDS = 50e-6
 MAX_BATCH = 8000
 """Copies of one call: at 8192 and above the driver has been seen to refuse or to crash."""
 
+
+READY_MADE = 16
+"""Events that wait for the next submits: as many as an engine may make in a step."""
 
 _spare: dict[torch.device, list[torch.cuda.Stream]] = {}
 _spare_lock = threading.Lock()
@@ -62,6 +71,14 @@ class Device(Protocol):
 
     def record(self, event: Any, stream: Any) -> None:
         """Move the event to the end of what the stream has now."""
+        ...
+
+    def now(self) -> Any:
+        """An event behind what the calling thread's current stream has. The engine's thread asks."""
+        ...
+
+    def make_events(self, stream: Any) -> None:
+        """Have some ready for :meth:`now`, which is quicker then; the stream gets a few records."""
         ...
 
     def wait(self, stream: Any, event: Any) -> None:
@@ -114,6 +131,7 @@ class CudaDevice:
     def __init__(self, name: str) -> None:
         self._device = torch.device(name)
         self.batches = has_batched_copies()
+        self._ready_made: list[torch.cuda.Event] = []
 
     def current(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self._device)
@@ -139,6 +157,22 @@ class CudaDevice:
             event.record(stream)  # torch makes it now
             return
         self._queued(quick().record(event.cuda_event, stream.cuda_stream), "event")
+
+    def now(self) -> torch.cuda.Event:
+        try:
+            event = self._ready_made.pop()
+        except IndexError:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+            return event
+        self._queued(quick().record(event.cuda_event, current_stream(self._device.index)), "event")
+        return event
+
+    def make_events(self, stream: torch.cuda.Stream) -> None:
+        while len(self._ready_made) < READY_MADE:
+            event = torch.cuda.Event()
+            event.record(stream)  # torch makes it now
+            self._ready_made.append(event)
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         if event.cuda_event:

@@ -18,6 +18,7 @@ from .device import CudaDevice, EventCompletion
 from .direct_path import PROGRAMS, DirectPath
 from .moves import Over
 from .planner import PATHS, Choice, Job, Planner
+from .slice_plan import GENTLE_BYTES, GENTLE_SLICES
 from .staged_path import StagedPath
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class GpuMover:
     """
 
     synchronous = False
+    decoding = False
 
     def __init__(
         self,
@@ -82,16 +84,14 @@ class GpuMover:
 
     def prepare(self) -> None:
         try:
-            for storing in (True, False):
+            for name, storing in (("staged", True), (_GENTLE, True), ("staged", False)):
                 with self._device.current():
-                    self._at("staged", storing).open()
+                    self._at(name, storing).open()
         except torch.OutOfMemoryError as error:
             raise CapacityError(f"no device memory for slices: {error}") from error
 
     def ready(self) -> Completion | None:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._where))
-        return EventCompletion(event)
+        return EventCompletion(self._device.now())
 
     def join(self, point: Completion) -> None:
         if isinstance(point, EventCompletion):
@@ -130,7 +130,8 @@ class GpuMover:
                 return Choice(self._path, f"{self._path}: as configured")
             return Choice("staged", f"staged: {self._path} is configured and cannot take this")
         run_bytes, runs = self._runs
-        return self._planner.choose(Job(storing, run_bytes, runs * len(moves)), possible)
+        job = Job(storing, run_bytes, runs * len(moves), decoding=self.decoding)
+        return self._planner.choose(job, possible)
 
     def close(self) -> None:
         for path in self._paths.values():
@@ -139,7 +140,9 @@ class GpuMover:
 
     def _run(self, moves: Sequence[ChunkMove], after: Completion | None, *, storing: bool) -> Moved:
         choice = self.choose(moves, storing=storing)
-        return replace(self._at(choice.path, storing).run(moves, after), note=choice.why)
+        gentle = self.decoding and storing and choice.path == "staged"
+        path = self._at(_GENTLE if gentle else choice.path, storing)
+        return replace(path.run(moves, after), note=choice.why)
 
     def _at(self, name: str, storing: bool) -> Path:
         with self._making:
@@ -154,15 +157,17 @@ class GpuMover:
     def _make(self, name: str, storing: bool) -> Path:
         side: Side = "dst" if storing else "src"
         groups, layout, device, where = self._groups, self._layout, self._device, self._where
-        if name == "staged":
-            bound = self._max_programs
+        if name in ("staged", _GENTLE):
+            bound, slices = self._max_programs, self._slices
+            if name == _GENTLE:
+                slices = {"slices": GENTLE_SLICES, "slice_bytes": GENTLE_BYTES}
             return StagedPath(
                 device,
                 lambda: ChunkCopy(groups, layout, side, max_programs=bound, staged=True),
                 where,
                 layout=layout,
                 storing=storing,
-                **self._slices,
+                **slices,
             )
         if name == "direct":
             return DirectPath(
@@ -174,6 +179,10 @@ class GpuMover:
         return BatchPath(
             device, lambda: ChunkCopy(groups, layout, "dst", writes=False), where, storing=storing
         )
+
+
+_GENTLE = "gentle"
+"""The staged path of stores beside decoding."""
 
 
 def _leaves_out(move: ChunkMove) -> bool:

@@ -28,6 +28,7 @@ class HostMover:
     """The :class:`~lmcache_kernels.transfer.moving.moves.Mover` of CPU engines."""
 
     synchronous = True
+    decoding = False
 
     def __init__(self, groups: Sequence[CacheGroup], layout: ChunkLayout) -> None:
         self._groups = groups

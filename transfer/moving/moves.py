@@ -100,9 +100,14 @@ class Mover(Protocol):
     """Moves chunks between one engine's cache and host memory.
 
     Both calls queue the moves; a synchronous mover has done them on return.
+
+    Attributes:
+        decoding: the engine says whether it decodes at present. Then its memory and multiprocessors are
+            left alone, where a transfer would otherwise be a little faster.
     """
 
     synchronous: bool
+    decoding: bool
 
     def prepare(self) -> None:
         """Make ready what the first transfer would otherwise wait for.

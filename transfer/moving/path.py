@@ -9,6 +9,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from lmcache_kernels.errors import TransferFailed
+from lmcache_kernels.transfer.pacing import paced
 
 from .device import EventCompletion
 from .moves import All, Moved, Over, StillMovingError
@@ -79,9 +80,10 @@ class Path(ABC):
             self._head = None
             try:
                 self._pace(OPERATIONS_OF_A_RUN)
+                device.make_events(self._kernels)
                 self._come_after(after)
                 handle = device.handle(self._kernels)
-                with self._copy.queued([move.blocks for move in moves], handle) as launch:
+                with self._copy.queued(paced(move.blocks for move in moves), handle) as launch:
                     steps = queue(launch, moves)
                 cache_free, done = self._ends()
             except BaseException as error:

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 PATHS = ("staged", "direct", "batch")
 
-DISTURBING_SECONDS = 100e-6
-"""A path whose kernels hold multiprocessors while the link works may do so for this long: a
-thousandth of the time if it happens ten times a second. Longer, it slows decoding several times
-(H200: kernels on pinned memory 1.2x to 8x, 30 November 2026)."""
+DISTURBING_SECONDS = {True: 100e-6, False: 1e-3}
+"""A path whose kernels hold multiprocessors while the link works may do so for this long, beside
+decoding and beside anything else: a thousandth or a hundredth of the time if it happens ten times a
+second. Longer, it slows decoding several times (H200: kernels on pinned memory 1.2x to 8x, 30 November
+2026)."""
 
 DISTURBING = {"direct"}
 
@@ -28,11 +29,13 @@ class Job:
     storing: from the cache to host memory; False: back.
     run_bytes: of one dense run.
     runs: how many there are.
+    decoding: the engine decodes meanwhile.
     """
 
     storing: bool
     run_bytes: int
     runs: int
+    decoding: bool = False
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -87,7 +90,7 @@ class Planner:
             path: seconds
             for path in possible
             if (seconds := self.seconds(path, job)) is not None
-            and not (path in DISTURBING and seconds > DISTURBING_SECONDS)
+            and not (path in DISTURBING and seconds > DISTURBING_SECONDS[job.decoding])
         }
 
     def seconds(self, path: str, job: Job) -> float | None:

@@ -9,12 +9,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-STORE_SLICES, STORE_BYTES = 2, 6 << 20
-"""How many slices a store has, and the most bytes of one: one on the link, one at the kernel. The copy
-engine rests some 2 us between two calls, so slices of 2, 4, 8 and 16 MiB carry 0.95, 0.97, 0.98 and 0.99
-of the link; but what the kernel wrote of small ones is still in the L2 cache when the engine reads it,
-which spares the memory two thirds of the traffic: a decode loop is slowed by 1.020 beside stores through
-2 x 6 MiB, by 1.044 through 3 x 16 (H200, PCIe 5 x16, driver 580.159, 30 November 2026)."""
+STORE_SLICES, STORE_BYTES = 3, 16 << 20
+"""How many slices a store has, and the most bytes of one: one on the link, one at the kernel, one between
+them. The copy engine rests some 2 us between two calls, so slices of 2, 4, 8 and 16 MiB carry 0.95,
+0.97, 0.98 and 0.99 of the link. Beside matrix products of 1.5 ms, which a kernel waits for, they bound
+the rate: 33 GB/s (H200, PCIe 5 x16, driver 580.159, 30 November 2026)."""
+
+GENTLE_SLICES, GENTLE_BYTES = 2, 6 << 20
+"""Of a store while the engine decodes: what the kernel wrote is still in the L2 cache when the copy engine
+reads it, which spares the memory two thirds of the traffic. A decode loop is slowed by 1.020 beside such
+stores, by 1.044 beside those through larger slices; but matrix products of 1.5 ms leave them 10 GB/s
+(measured likewise)."""
 
 LOAD_SLICES, LOAD_BYTES = 2, 32 << 20
 """Of a load, whose slices gain nothing from the L2 cache. Measured likewise."""

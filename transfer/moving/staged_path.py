@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from lmcache_kernels.errors import TransferFailed
+from lmcache_kernels.transfer.pacing import paced
 
 from .device import EventCompletion
 from .path import Path
@@ -72,6 +73,8 @@ class StagedPath(Path):
         self._slice_bytes = aligned(slice_bytes or most)
         self._slices: deque[_Slice] = deque()
         self._cuts: dict[tuple[bool, bool], list[ChunkPart]] = {}
+        self._layer_cut: list[ChunkPart] = []
+        self._cut_for: list[Any] = []
 
     def _make_ready(self) -> None:
         largest = max(part.nbytes for ends in _ENDS for part in self._parts(*ends))
@@ -94,7 +97,7 @@ class StagedPath(Path):
         whole = not self._storing and len(moves) * self._nbytes <= WHOLE_BYTES
         pieces = [
             piece
-            for index, move in enumerate(moves)
+            for index, move in paced(enumerate(moves))
             for piece in _pieces(index, move, self._parts(index == 0, index == last and not whole))
         ]
         if self._storing and moves[0].reachable and not pieces[0].last:
@@ -134,7 +137,7 @@ class StagedPath(Path):
         return self._run(moves, after, lambda launch, _: self._queue_layers(launch, moves, layers))
 
     def _queue_layers(self, launch: Queue, moves: Sequence[ChunkMove], layers: Layers) -> Steps:
-        parts = self._copy.cut(layer_sizes(self._within_slice()), layers)
+        parts = self._cut_by_layer(layer_sizes(self._within_slice()), layers)
         steps: list[tuple[int, Completion]] = []
         for part, behind in itertools.zip_longest(parts, parts[1:]):
             pieces = [Piece(index, move, part, behind is None) for index, move in enumerate(moves)]
@@ -152,7 +155,7 @@ class StagedPath(Path):
 
     def _queue_behind(self, launch: Queue, moves: Sequence[ChunkMove], marks: LayerMarks) -> Steps:
         ends = layer_ends(sorted(set(itertools.chain(*marks.order))))
-        parts = self._copy.cut([self._within_slice()], marks.order, ends)
+        parts = self._cut_by_layer([self._within_slice()], marks.order, ends)
         for place, some in itertools.groupby(parts, lambda part: part.last_layer):
             self._come_after(marks.wait(place))
             pieces = [
@@ -162,6 +165,15 @@ class StagedPath(Path):
             ]
             self._queue_pieces(launch, pieces, FIRST_BYTES)
         return ()
+
+    def _cut_by_layer(
+        self, sizes: Sequence[int], layers: Layers, ends: Sequence[int] = ()
+    ) -> list[ChunkPart]:
+        """:meth:`ChunkCopy.cut`, which takes milliseconds, done once for an order: an engine has one."""
+        asked = [list(sizes), [list(order) for order in layers], list(ends)]
+        if asked != self._cut_for:
+            self._layer_cut, self._cut_for = self._copy.cut(sizes, layers, ends), asked
+        return self._layer_cut
 
     def _queue_pieces(self, launch: Queue, pieces: list[Piece], first: int) -> None:
         """Queue them in slices, in order; those of one slice share a call of the copy engine.

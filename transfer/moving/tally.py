@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from .device import Device
 
 CHUNKS = 64
-"""For which there is room at first."""
+"""For which there are sums at first."""
+
+RUNS, TOTALS = 16, 1024
+"""How many runs of so many chunks can wait for their fingerprints to be read before more pinned memory is
+made, for which CUDA may wait for the device, with Python's lock."""
 
 _MODULUS = 1 << 64
 
@@ -39,8 +43,8 @@ class Tally:
         self._spare: list[torch.Tensor] = []
         self._head = self._zeros(1)  # never made anew: another stream than this may be using it
         self._make_room(CHUNKS)
-        self._totals = self._device.pinned(1 + CHUNKS)
-        self._spare.append(self._totals)
+        self._spare += self._device.pinned(RUNS * (1 + TOTALS)).split(1 + TOTALS)
+        self._totals = self._spare[0]
 
     def _zeros(self, entries: int) -> torch.Tensor:
         """Of each entry the sums, and behind them a counter, see the copy kernel."""
@@ -63,10 +67,10 @@ class Tally:
             self._make_room(1 << (chunks - 1).bit_length())
         for index, spare in enumerate(self._spare):
             if len(spare) > chunks:
-                self._totals = self._spare.pop(index)  # torch takes 50 us to make another
+                self._totals = self._spare.pop(index)
                 break
         else:
-            self._totals = self._device.pinned(1 + max(chunks, CHUNKS))
+            self._totals = self._device.pinned(1 + max(chunks, TOTALS))
         self._at = self._totals.data_ptr()
 
     def total_at(self, entry: int) -> int:
