@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .copy_plan import CopyPlan
 from .errors import LayoutError
@@ -35,8 +34,7 @@ if TYPE_CHECKING:
     """A stream that is not the usual one, and how many programs a launch has there."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkPart:
+class ChunkPart(NamedTuple):
     """A stretch of a chunk's payload.
 
     Attributes:
@@ -214,22 +212,27 @@ def cut(
     if layers is not None:
         grains.sort(key=lambda grain: grain.first_layer)  # stable: of a layer, as they lie
     parts: list[ChunkPart] = []
-    for grain in grains:
-        if parts:
-            last = parts[-1]
-            ended = bisect_left(ends, last.last_layer) < bisect_left(ends, grain.first_layer)
-            if last.end_tile == grain.first_tile and last.nbytes < target and not ended:
-                end = grain.offset + grain.nbytes
-                parts[-1] = replace(
-                    last,
-                    nbytes=end - last.offset,
-                    end_tile=grain.end_tile,
-                    last_layer=grain.last_layer,
-                )
-                continue
+    first = last = grains[0]
+    for grain in grains[1:]:
+        ended = bisect_left(ends, last.last_layer) < bisect_left(ends, grain.first_layer)
+        full = last.offset + last.nbytes - first.offset >= target
+        if last.end_tile != grain.first_tile or full or ended:
+            parts.append(_through(first, last))
             target = next(targets, target)
-        parts.append(grain)
+            first = grain
+        last = grain
+    parts.append(_through(first, last))
     return parts
+
+
+def _through(first: ChunkPart, last: ChunkPart) -> ChunkPart:
+    """Both and what lies between them."""
+    return last._replace(
+        offset=first.offset,
+        nbytes=last.offset + last.nbytes - first.offset,
+        first_tile=first.first_tile,
+        first_layer=first.first_layer,
+    )
 
 
 def check_layers(layers: Layers, groups: Sequence[CacheGroup]) -> int:
