@@ -134,7 +134,7 @@ class CudaDevice:
         self._ready_made: list[torch.cuda.Event] = []
 
     def current(self) -> AbstractContextManager[Any]:
-        return torch.cuda.device(self._device)
+        return torch.cuda.device(self._device.index)  # torch takes microseconds to read a name
 
     def stream(self) -> torch.cuda.Stream:
         # They are kept, because call rings are.
