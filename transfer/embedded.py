@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_kernels.errors import Closed, RemoteError, TransferTimeout
 
+from .arguments import integer
 from .memory.arena import SHM_DIRECTORY, Arena
 from .messages import ErrorReply
 from .serving.later import Later
@@ -37,13 +38,15 @@ class EmbeddedCache:
         directory: where the arena's file goes; workers attach it in /dev/shm.
 
     Raises:
-        ConfigError: a size below 1 or a directory that cannot be used.
+        ConfigError: a size that is no integer above 0, or a directory that cannot be used.
         CapacityError: not so much room in it.
     """
 
     def __init__(
         self, arena_bytes: int, chunk_tokens: int = 256, directory: Path = SHM_DIRECTORY
     ) -> None:
+        arena_bytes = integer("arena_bytes", arena_bytes, 1)
+        chunk_tokens = integer("chunk_tokens", chunk_tokens, 1)
         self._incarnation = secrets.token_hex(16)
         self._chunk_tokens = chunk_tokens
         self._arena = Arena.create(arena_bytes, directory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lmcache_kernels.errors import LocalProtocolError
+from lmcache_kernels.errors import ConfigError, LocalProtocolError
 from lmcache_kernels.transfer.messages import DIGEST_BYTES
 from lmcache_kernels.transfer.pacing import paced
 
@@ -39,6 +39,21 @@ class Worker:
     server: Registration
     mover: Mover
     span: Callable[[str], AbstractContextManager[Any]]
+
+
+def shard_of(shard: Callable[[ChunkLayout], bytes], layout: ChunkLayout) -> bytes:
+    """What the function that names a worker's slice of the model makes of the layout.
+
+    Raises:
+        ConfigError: no function, or one that returns no shard id.
+    """
+    found = shard(layout) if callable(shard) else shard
+    if not callable(shard) or not isinstance(found, bytes) or len(found) != DIGEST_BYTES:
+        raise ConfigError(
+            f"shard: expected a function that returns {DIGEST_BYTES} bytes, as shard_id does, "
+            f"got {found!r:.80}"
+        )
+    return found
 
 
 def pack_digests(digests: Sequence[bytes]) -> bytes:
