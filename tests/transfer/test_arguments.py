@@ -227,3 +227,28 @@ def test_a_cache_that_turns_out_to_have_other_chunks_is_asked_for_nothing(make, 
         assert isinstance(error := result.exception(WAIT), KVTransferError)
         assert message in str(error)
     context.close()
+
+
+def test_a_chunk_that_is_named_twice_moves_nothing(make, port, tensors):
+    context = make(port, tensors)
+    blocks = [[0, 1, 2, 3, 4, 5]]
+    for twice, where in (([0, 0, 1], 1), ([0, 1, 0], 2)):
+        digests = [NAMES[number] for number in twice]
+        for result in (
+            context.submit_store(digests, blocks).result,
+            context.submit_retrieve(digests, blocks),
+        ):
+            with pytest.raises(LayoutError, match=rf"digests\[{where}\]: named twice"):
+                result.result(WAIT)
+    assert port.stats()["resident"] == 0
+    context.close()
+
+
+def test_a_step_may_store_one_chunk_for_several_requests(port, tensors):
+    """Two requests of one prompt, whose blocks hold the same."""
+    context = engine_driven(port, tensors)
+    store = context.submit_layered_store([NAMES[0], NAMES[0], NAMES[1]], [range(6)], [[0, 1]])
+    store.saved(1)
+    assert store.result.result(WAIT) == 2
+    assert context.submit_retrieve(NAMES, [range(4)]).result(WAIT) == 2
+    context.close()

@@ -142,14 +142,14 @@ class EngineDrivenContext:
         """Store chunks whose bytes the device will have written once its queued work is done.
 
         Args:
-            digests: one a chunk.
+            digests: one a chunk, none twice.
             block_ids: per group, the blocks of those chunks in order; a tail that is no whole
                 chunk is ignored. None of them may be reused before :meth:`flush` of the transfer,
                 or its result, came back. The lists themselves are copied.
 
         Returns:
-            The transfer. Its result is LayoutError if an id cannot be right; nothing was moved or
-            reserved then.
+            The transfer. Its result is LayoutError if an id cannot be right or a chunk is named
+            twice; nothing was moved or reserved then.
 
         Raises:
             LayoutError: not one list a group, or too few ids; nothing was submitted.
@@ -171,6 +171,7 @@ class EngineDrivenContext:
         the last layers are on the link. On a CPU engine all is done with the last layer.
 
         Args:
+            digests: one a chunk; what is there twice is stored once.
             layers: per group, for each of its layers in the order of its tensors, its place in the
                 order in which the engine computes them.
 
@@ -226,7 +227,7 @@ class EngineDrivenContext:
         """Load chunks into blocks of the cache.
 
         Args:
-            digests: one a chunk.
+            digests: one a chunk, none twice.
             block_ids: per group, the blocks of those chunks in order; ``ABSENT`` ones and a tail
                 that is no whole chunk are left alone. The lists themselves are copied.
             skip_first_n_tokens: leave the blocks of the first tokens alone, rounded down to blocks.
@@ -235,8 +236,8 @@ class EngineDrivenContext:
             How many chunks, from the first on, now are in the cache. Fewer than asked means that
             the blocks of the others hold nothing usable; an exception means that of all of them.
             Once it is finished nothing of this load writes into the cache any more. LayoutError if
-            an id cannot be right, TransferTimeout if the load could not begin in time; no block was
-            touched then.
+            an id cannot be right or a chunk is named twice, TransferTimeout if the load could not
+            begin in time; no block was touched then.
 
         Raises:
             LayoutError: not one list a group, too few ids, or a skip below 0; nothing was submitted.

@@ -60,7 +60,7 @@ class Asked:
         """What to ask the server.
 
         Raises:
-            LayoutError: block ids that cannot be right.
+            LayoutError: block ids that cannot be right, or a chunk named twice.
             LocalProtocolError: something that is no digest.
         """
         storing = self.direction == "store"
