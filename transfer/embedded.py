@@ -8,9 +8,16 @@ import secrets
 import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING
 
-from lmcache_kernels.errors import Closed, RemoteError, TransferTimeout
+from lmcache_kernels.errors import (
+    CapacityError,
+    Closed,
+    KVTransferError,
+    RemoteError,
+    TransferTimeout,
+)
 
 from .arguments import integer
 from .memory.arena import SHM_DIRECTORY, Arena
@@ -19,11 +26,19 @@ from .serving.later import Later
 from .serving.service import CacheService
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from .messages import Reply, Request
 
 logger = logging.getLogger(__name__)
+
+
+_ERRORS: dict[str, Callable[[str], KVTransferError]] = {
+    "expired": TransferTimeout,
+    "no_space": CapacityError,
+}
+"""What an error reply is where nobody is remote; a RemoteError otherwise."""
 
 
 class EmbeddedCache:
@@ -160,10 +175,7 @@ class EmbeddedCache:
 
 def _finish(future: Future[Reply], outcome: Reply | Exception) -> None:
     if isinstance(outcome, ErrorReply):
-        late = outcome.code == "expired"
-        outcome = (
-            TransferTimeout(outcome.message) if late else RemoteError(outcome.code, outcome.message)
-        )
+        outcome = _ERRORS.get(outcome.code, partial(RemoteError, outcome.code))(outcome.message)
     try:
         if isinstance(outcome, Exception):
             future.set_exception(outcome)
