@@ -260,7 +260,7 @@ def test_chunks_that_do_not_fit_are_refused(server):
         shard=ShardPart().shard(layout.fingerprint),
         groups=[group.share(iter([wide]))],
     )
-    with pytest.raises(CapacityError, match="one chunk takes .*: make the arena larger"):
+    with pytest.raises(CapacityError, match=r"one chunk takes .*: make the arena larger"):
         server.ask(request)
     assert_no_cache(server)
 
