@@ -27,7 +27,7 @@ DEFAULT_L1_BYTES = 4 * 2**30
 """Default of ``serve --l1-size-gb``."""
 
 SMALLEST_SHM = 64 * 2**20
-"""Below this not even the demo has room; it is also what a container gets by default."""
+"""Below this there is hardly room for chunks; it is also what a container gets by default."""
 
 SLOWEST_LINK = 10.0
 """GB/s. A PCIe 3.0 x16 link carries about 12 and each newer one twice that, so less than this
