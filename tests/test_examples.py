@@ -99,7 +99,7 @@ def test_the_block_on_zmq_and_vllm_blocks():
 def test_the_code_of_the_api_page_runs(tmp_path):
     page = (ROOT / "docs" / "api.md").read_text()
     pieces = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    assert len(pieces) == 6
+    assert len(pieces) == 7
     script = tmp_path / "api.py"
     script.write_text("\n".join(pieces))
     run(str(script))
