@@ -8,13 +8,14 @@ python examples/handover.py
 
 from __future__ import annotations
 
+import sys
 import time
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 import torch
 
-from lmcache_kernels import group_of
+from lmcache_kernels import KVTransferError, group_of
 from lmcache_kernels.transfer import PeerCopy, PeerTarget
 
 if TYPE_CHECKING:
@@ -62,6 +63,13 @@ def decode(pipe: Connection) -> None:
         receive(pipe)
 
 
+def run_decode(pipe: Connection) -> None:
+    try:
+        decode(pipe)
+    except KVTransferError as error:  # no room in /dev/shm, for example
+        sys.exit(f"decode: {error}")
+
+
 def prefill(pipe: Connection) -> None:
     device = device_of(0)
     caches = [computed(layer, device) for layer in range(LAYERS)]
@@ -87,12 +95,15 @@ def prefill(pipe: Connection) -> None:
 
 def main() -> None:
     ours, theirs = get_context("spawn").Pipe()
-    process = get_context("spawn").Process(target=decode, args=(theirs,))
+    process = get_context("spawn").Process(target=run_decode, args=(theirs,))
     process.start()
     theirs.close()  # so that the pipe ends with the other process
     try:
         prefill(ours)
         process.join(WAIT)
+    except EOFError:
+        process.join(WAIT)
+        sys.exit("decode ended before it was handed everything; it says why above")
     finally:
         process.kill()
     assert process.exitcode == 0, "decode failed"

@@ -26,10 +26,9 @@ with EmbeddedCache(arena_bytes=64 << 20, chunk_tokens=CHUNK) as cache:
             [group],
             chunk_tokens=CHUNK,
             shard=lambda layout: shard_id(layout.fingerprint, index=0, count=1),
-            instance=number,
             port=cache,
         )
-        for number, group in enumerate(engines)
+        for group in engines
     ]
     stored = contexts[0].submit_store(names, [list(range(64))]).result.result(30)
     loaded = contexts[1].submit_retrieve(names, [list(range(95, 31, -1))]).result(30)

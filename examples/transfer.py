@@ -21,7 +21,6 @@ with EmbeddedCache(arena_bytes=64 << 20, chunk_tokens=256) as cache:
         [group_of(kv, "kv block token head dim")],
         chunk_tokens=256,
         shard=lambda layout: shard_id(layout.fingerprint, index=0, count=1),
-        instance=1,
         port=cache,
     )
     stored = context.submit_store(names, [list(range(32))]).result.result(timeout=30)

@@ -61,9 +61,13 @@ class Axes:
         """Read an axes string.
 
         Raises:
-            LayoutError: brackets or bars that do not fit, or a word that is unknown, missing, in a
+            LayoutError: no string, brackets or bars that do not fit, or a word that is unknown, missing, in a
                 place where it has no meaning, or named too often.
         """
+        if not isinstance(text, str):
+            raise LayoutError(
+                f"axes: expected words such as 'kv block token head dim', got {type(text).__name__}"
+            )
         front, bar, back = text.rpartition("|")
         folds = tuple(tuple(" ".join(pair).split()) for pair in _AXIS.findall(back))
         axes = cls(text, tuple(front.split()) if bar else None, folds)

@@ -54,6 +54,37 @@ def test_examples_run(name):
     assert re.search(PRINTED.get(name, "."), run(f"examples/{name}"))
 
 
+FULL = """
+import os
+
+real = os.statvfs
+
+
+def statvfs(path):
+    found = real(path)
+    return os.statvfs_result((*found[:3], 1, 1, *found[5:]))
+
+
+os.statvfs = statvfs
+"""
+
+
+def test_a_hand_over_without_room_says_so_in_one_sentence(tmp_path):
+    """Where a cache of the other process does not fit into /dev/shm."""
+    (tmp_path / "sitecustomize.py").write_text(FULL)
+    done = subprocess.run(
+        [sys.executable, "examples/handover.py"],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert re.search(r"^decode: arena: need \d+ bytes in /dev/shm, have \d+ ", done.stderr)
+
+
 @pytest.mark.parametrize("name", sorted(PRINTED))
 def test_the_transfer_api_needs_neither_zmq_nor_vllm(name):
     """Nor do the processes that the example starts: they import what it imports."""
@@ -68,7 +99,7 @@ def test_the_block_on_zmq_and_vllm_blocks():
 def test_the_code_of_the_api_page_runs(tmp_path):
     page = (ROOT / "docs" / "api.md").read_text()
     pieces = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    assert len(pieces) == 6
+    assert len(pieces) == 7
     script = tmp_path / "api.py"
     script.write_text("\n".join(pieces))
     run(str(script))

@@ -192,6 +192,8 @@ def _read(tensors: Nested, form: Form) -> CacheGroup:
 
 
 def _check_text(what: str, text: str) -> None:
+    if not isinstance(text, str):
+        raise LayoutError(f"{what}: expected words, got {type(text).__name__}")
     if not 0 < len(text) <= MAX_TEXT:
         raise LayoutError(f"{what}: expected 1 to {MAX_TEXT} characters, got {len(text)}")
 

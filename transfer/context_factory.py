@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from lmcache_kernels.errors import ConfigError, LayoutError
 
+from .arguments import list_of, one_of_kind
+from .cache_forms import ShardPart
 from .engine_driven.context import EngineDrivenContext
+from .kv_groups import KVGroup
 from .lmcache_driven.context import COPY_TIMEOUT, LmcacheDrivenContext
 from .moving.movers import one_device
 from .sharing.devices import backend_for
@@ -16,8 +19,6 @@ from .transfer_mode import transfer_mode
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .cache_forms import ShardPart
-    from .kv_groups import KVGroup
     from .observer import Observer
     from .port import CachePort
 
@@ -32,7 +33,7 @@ def create_transfer_context(
     *,
     chunk_tokens: int,
     part: ShardPart,
-    instance: int,
+    instance: int | None = None,
     port: CachePort,
     timeout: float = 2.0,
     copy_timeout: float = COPY_TIMEOUT,
@@ -46,7 +47,7 @@ def create_transfer_context(
         mode: ``engine_driven``, ``lmcache_driven`` or ``auto``; see :func:`.transfer_mode.transfer_mode`.
         chunk_tokens: tokens of one chunk.
         part: which part of the model's cache this worker holds.
-        instance: id of this worker, random, 63 bits.
+        instance: id of this worker, below 2**63, which no other has; None: a random one.
         port: the cache.
         timeout: seconds a request may take that copies nothing.
         copy_timeout: seconds a copy by the server may take.
@@ -56,10 +57,13 @@ def create_transfer_context(
     Raises:
         LayoutError: no group, groups on several devices, tensors that are not what was said of them,
             or a chunk size that a block size does not divide.
-        ConfigError: no such mode, or one that the device or its memory is not up to.
+        ConfigError: no such mode, or one that the device or its memory is not up to, an argument of
+            another kind, or a cache that works with other chunks.
         CapacityError: not enough shared memory for the mode lmcache_driven.
     """
     chosen = transfer_mode(mode)
+    kv_caches = list_of("kv_caches", kv_caches, KVGroup)
+    part = one_of_kind("part", part, ShardPart)
     groups = [group.read() for group in kv_caches]
     device = one_device(groups)
     logger.info("transfer context for a cache on %s: %s", device, chosen)

@@ -8,21 +8,37 @@ import secrets
 import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING
 
-from lmcache_kernels.errors import Closed, RemoteError, TransferTimeout
+from lmcache_kernels.errors import (
+    CapacityError,
+    Closed,
+    KVTransferError,
+    RemoteError,
+    TransferTimeout,
+)
 
+from .arguments import integer
 from .memory.arena import SHM_DIRECTORY, Arena
 from .messages import ErrorReply
 from .serving.later import Later
 from .serving.service import CacheService
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from .messages import Reply, Request
 
 logger = logging.getLogger(__name__)
+
+
+_ERRORS: dict[str, Callable[[str], KVTransferError]] = {
+    "expired": TransferTimeout,
+    "no_space": CapacityError,
+}
+"""What an error reply is where nobody is remote; a RemoteError otherwise."""
 
 
 class EmbeddedCache:
@@ -37,13 +53,15 @@ class EmbeddedCache:
         directory: where the arena's file goes; workers attach it in /dev/shm.
 
     Raises:
-        ConfigError: a size below 1 or a directory that cannot be used.
+        ConfigError: a size that is no integer above 0, or a directory that cannot be used.
         CapacityError: not so much room in it.
     """
 
     def __init__(
         self, arena_bytes: int, chunk_tokens: int = 256, directory: Path = SHM_DIRECTORY
     ) -> None:
+        arena_bytes = integer("arena_bytes", arena_bytes, 1)
+        chunk_tokens = integer("chunk_tokens", chunk_tokens, 1)
         self._incarnation = secrets.token_hex(16)
         self._chunk_tokens = chunk_tokens
         self._arena = Arena.create(arena_bytes, directory)
@@ -157,10 +175,7 @@ class EmbeddedCache:
 
 def _finish(future: Future[Reply], outcome: Reply | Exception) -> None:
     if isinstance(outcome, ErrorReply):
-        late = outcome.code == "expired"
-        outcome = (
-            TransferTimeout(outcome.message) if late else RemoteError(outcome.code, outcome.message)
-        )
+        outcome = _ERRORS.get(outcome.code, partial(RemoteError, outcome.code))(outcome.message)
     try:
         if isinstance(outcome, Exception):
             future.set_exception(outcome)

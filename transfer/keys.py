@@ -18,6 +18,8 @@ from blake3 import blake3
 
 from lmcache_kernels.errors import ConfigError, LayoutError
 
+from .arguments import integer
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -45,7 +47,11 @@ def root_digest(
         adapter: LoRA adapter, by a name that is unique to its weights; empty for none.
         salt: isolates users from one another; empty for none.
         dtype: of the cache, as the engine was told (``auto`` resolved).
+
+    Raises:
+        ConfigError: ``chunk_tokens`` that is no integer above 0.
     """
+    chunk_tokens = integer("chunk_tokens", chunk_tokens, 1)
     return _hash(
         ["lmcache-kernels request", KEY_VERSION, model, chunk_tokens, adapter, salt, dtype]
     )
@@ -94,10 +100,13 @@ class ChunkChain:
         root: from :func:`root_digest`, made with the same ``chunk_tokens``.
         chunk_tokens: tokens of one chunk; only whole chunks get a digest.
         spans: multimodal items anywhere in the sequence.
+
+    Raises:
+        ConfigError: ``chunk_tokens`` that is no integer above 0.
     """
 
     def __init__(self, root: bytes, chunk_tokens: int, spans: Sequence[Span] = ()) -> None:
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens = integer("chunk_tokens", chunk_tokens, 1)
         self._spans = tuple(spans)
         self._last = root
         self.digests: list[bytes] = []

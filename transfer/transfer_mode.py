@@ -25,6 +25,6 @@ def transfer_mode(mode: str | None, environment: Mapping[str, str] = os.environ)
         ConfigError: no such mode.
     """
     chosen = environment.get(MODE_VARIABLE, "auto") if mode is None else mode
-    if chosen.lower() not in MODES:
+    if not isinstance(chosen, str) or chosen.lower() not in MODES:
         raise ConfigError(f"transfer mode: expected one of {', '.join(MODES)}, got {chosen!r}")
     return MODES[0] if chosen.lower() == "auto" else chosen.lower()

@@ -79,7 +79,9 @@ def run_demo(*, size_mb: int = 256, device: str = "auto") -> int:
     """Run the demo and print its table.
 
     Args:
-        size_mb: payload of each layout in MiB, rounded up to a whole chunk of about 16 MiB.
+        size_mb: payload of each layout in MiB, rounded up to whole chunks. Below 17 it has fewer
+            layers, so that a chunk is no larger than that. Twice as much, at most 64 MiB more, is
+            needed in /dev/shm.
         device: ``cpu``, ``cuda`` (or ``cuda:N``), or ``auto`` for a GPU if there is one.
 
     Returns:
@@ -97,7 +99,8 @@ def run_demo(*, size_mb: int = 256, device: str = "auto") -> int:
     results: list[tuple[DemoLayout, Figures]] = []
     # Room for one round of a layout: later rounds evict earlier ones and use their slots again, so
     # that the best round writes memory that was touched before, as in a server that has run a while.
-    arena_gb = (size_mb + 64) / 1024
+    # Rounding up to whole chunks adds less than a chunk, which is not larger than the payload.
+    arena_gb = (size_mb + min(size_mb, 63) + 1) / 1024
     try:
         with (
             _progress(console) as progress,
@@ -120,12 +123,14 @@ def run_demo(*, size_mb: int = 256, device: str = "auto") -> int:
 def _measure(
     layout: DemoLayout, nbytes: int, device: str, url: str, step: Callable[[], None]
 ) -> Figures:
-    per_block = torch.Size(layout.shape(1)).numel() * 2 * layout.layers
     per_chunk = CHUNK_TOKENS // BLOCK_TOKENS
+    per_layer = torch.Size(layout.shape(1)).numel() * 2
+    layers = min(layout.layers, nbytes // (per_layer * per_chunk))
+    per_block = per_layer * layers
     chunks = -(-nbytes // (per_block * per_chunk))
     blocks = chunks * per_chunk
     # Twice the blocks and one to spare: what is loaded goes elsewhere than where it came from.
-    caches = [_random(layout.shape(2 * blocks + 1), device, seed) for seed in range(layout.layers)]
+    caches = [_random(layout.shape(2 * blocks + 1), device, seed) for seed in range(layers)]
     order = torch.randperm(2 * blocks + 1, generator=torch.Generator().manual_seed(7)).tolist()
     source, target = order[:blocks], order[blocks : 2 * blocks]
     axis = layout.axes.split().index("block")

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .probe import OPTIONAL, Probe, probe_machine
+from .probe import Probe, probe_machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,17 +27,11 @@ DEFAULT_L1_BYTES = 4 * 2**30
 """Default of ``serve --l1-size-gb``."""
 
 SMALLEST_SHM = 64 * 2**20
-"""Below this not even the demo has room; it is also what a container gets by default."""
+"""Below this there is hardly room for chunks; it is also what a container gets by default."""
 
 SLOWEST_LINK = 10.0
 """GB/s. A PCIe 3.0 x16 link carries about 12 and each newer one twice that, so less than this
 means fewer lanes or an older generation than the slot could do."""
-
-TIER_REMEDY = {
-    "Valkey / Redis client": "pip install valkey",
-    "Mooncake client": "pip install mooncake-transfer-engine",
-    "NIXL": "pip install nixl",
-}
 
 
 class Status(str, Enum):
@@ -77,7 +71,6 @@ def diagnose(probe: Probe) -> list[Finding]:
         _memlock(probe),
         _stale_segments(probe),
         _vllm(probe),
-        *_tiers(probe),
     ]
 
 
@@ -196,16 +189,7 @@ def _memlock(probe: Probe) -> Finding:
     if probe.memlock_bytes is None:
         return Finding(name, Status.ok, "no limit")
     detail = f"limit {_size(probe.memlock_bytes)}"
-    if "NIXL" not in probe.optional and "Mooncake client" not in probe.optional:
-        return Finding(name, Status.ok, f"{detail}; only network transfers (RDMA) count against it")
-    if probe.memlock_bytes >= DEFAULT_L1_BYTES:
-        return Finding(name, Status.ok, detail)
-    return Finding(
-        name,
-        Status.warn,
-        f"{detail}: network transfers (RDMA) cannot register the chunks' memory",
-        "ulimit -l unlimited, docker run --ulimit memlock=-1, or systemd LimitMEMLOCK=infinity",
-    )
+    return Finding(name, Status.ok, f"{detail}; only network transfers (RDMA) count against it")
 
 
 def _stale_segments(probe: Probe) -> Finding:
@@ -238,16 +222,6 @@ def _vllm(probe: Probe) -> Finding:
         f"{name} {version}; tested with {TESTED_VLLM}",
         f"if the connector does not load, install {TESTED_VLLM}",
     )
-
-
-def _tiers(probe: Probe) -> Iterator[Finding]:
-    for name in OPTIONAL:
-        if name not in TIER_REMEDY:
-            continue
-        if name in probe.optional:
-            yield Finding(name, Status.ok, " ".join(probe.optional[name]))
-        else:
-            yield Finding(name, Status.missing, "optional", TIER_REMEDY[name])
 
 
 def _size(nbytes: int) -> str:

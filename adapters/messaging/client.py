@@ -29,6 +29,7 @@ from lmcache_kernels.transfer.messages import Reply
 
 from . import wire
 from .dealer import Dealer
+from .endpoints import check_url
 from .session import Session, Submission
 from .states import State
 
@@ -73,6 +74,7 @@ class CacheClient:
         chunk_tokens: int | None = None,
         name: str = "",
     ) -> None:
+        check_url(url)
         if not 0 < ping_interval < math.inf:
             raise ConfigError(f"ping_interval: expected seconds above 0, got {ping_interval}")
         self.url = url
@@ -174,8 +176,7 @@ class CacheClient:
             raise ConfigError(self._session.refused)
         raise PeerGone(
             f"no cache server at {self.url} within {timeout:g} s: {self._session.cause}. Start one "
-            f"with `lmcache-kernels serve --chunk-size N --port P`, or set lmcache.mp.host and "
-            "lmcache.mp.port to where it is"
+            "with `lmcache-kernels serve --chunk-size N --port P`, or give the address where it is"
         )
 
     def close(self) -> None:

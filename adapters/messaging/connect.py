@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -49,12 +48,12 @@ def connect(
             groups,
             chunk_tokens=chunk_tokens,
             shard=lambda layout: shard_id(layout.fingerprint, index=0, count=1),
-            instance=secrets.randbits(63),
             port=client,
             timeout=timeout,
             max_programs=max_programs,
             observer=observer,
         )
+        client.instance_id = context.instance  # its pings keep the worker registered
         try:
             context.register()
             yield context

@@ -1,4 +1,4 @@
-"""Which addresses a server may bind: those that only this machine can reach."""
+"""What an address is, and which a server may bind: those that only this machine can reach."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 _TCP = re.compile(r"tcp://(?P<host>\[[^\[\]]+\]|[^:\[\]]+):(?P<port>\d{1,5})")
 _IPC = re.compile(r"ipc://(?P<path>[^*].*)")
+
+
+def check_url(url: object) -> None:
+    """Raise ConfigError unless it is one that a client can try to connect to."""
+    if not isinstance(url, str) or not (_TCP.fullmatch(url) or _IPC.fullmatch(url)):
+        raise ConfigError(f"url: expected tcp://HOST:PORT or ipc://PATH, got {url!r:.80}")
 
 
 def bind(router: Socket, url: str) -> str:

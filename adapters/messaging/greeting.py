@@ -29,7 +29,7 @@ def refusal(url: str, reply: Reply, chunk_tokens: int | None) -> str | None:
         return (
             f"{url}: the cache server uses chunks of {reply.chunk_tokens} tokens, this client "
             f"{chunk_tokens}; start the server with `lmcache-kernels serve --chunk-size "
-            f"{chunk_tokens}`, or set lmcache.mp.chunk_size to {reply.chunk_tokens} here"
+            f"{chunk_tokens}`, or use chunks of {reply.chunk_tokens} tokens here"
         )
     return None
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-READY_LINE = "lmcache-kernels: serving {url}, arena {name}, {size} bytes, chunk {chunk} tokens"
+READY_LINE = "lmcache-kernels: serving {url} (arena {name}, {size} bytes, chunk {chunk} tokens)"
 """What is printed once the server accepts requests; parents read it."""
 
 STARTUP_FAILED = 2

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _READY = re.compile(
-    r"lmcache-kernels: serving (?P<url>\S+), arena (?P<name>\S+), (?P<size>\d+) bytes, "
-    r"chunk (?P<chunk>\d+) tokens\n"
+    r"lmcache-kernels: serving (?P<url>\S+) \(arena (?P<name>\S+), (?P<size>\d+) bytes, "
+    r"chunk (?P<chunk>\d+) tokens\)\n"
 )
 _STOP_TIMEOUT = 10.0  # seconds from SIGTERM to SIGKILL
 _LOG_TAIL = 4000  # bytes of the server's log that are quoted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREFIX = "lmcache.mp."
+
+_HOST = re.compile(r"(tcp://)?(\[[^\[\]\s]+\]|[^\[\]\s:/]+)")
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -64,6 +67,11 @@ class ConnectorConfig:
             value = getattr(self, field.name)
             if isinstance(value, float) and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{PREFIX}{field.name}: expected seconds > 0, got {value}")
+        if not _HOST.fullmatch(self.host):
+            raise ConfigError(
+                f"{PREFIX}host: expected a name or an address ([...] around IPv6) without a port, "
+                f"got {self.host!r}"
+            )
         if not 0 < self.port < 65536:
             raise ConfigError(f"{PREFIX}port: expected 1 to 65535, got {self.port}")
         if self.max_programs < 0:
@@ -133,7 +141,14 @@ def _convert(key: str, value: Any, default: Any) -> Any:
         if text in _TRUE or text in _FALSE:
             return text in _TRUE
         raise ConfigError(f"{key}: expected one of {', '.join(_TRUE + _FALSE)}, got {value!r}")
+    kind = type(default)
+    wrong = ConfigError(f"{key}: expected {kind.__name__}, got {value!r}")
+    if isinstance(value, bool):
+        raise wrong
     try:
-        return type(default)(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{key}: expected {type(default).__name__}, got {value!r}") from error
+        converted = kind(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise wrong from error
+    if kind is int and isinstance(value, float) and converted != value:
+        raise wrong
+    return converted

@@ -23,9 +23,6 @@ GOOD = Probe(
     broken={},
     optional={
         "vLLM": ("vllm", "0.32.0"),
-        "Valkey / Redis client": ("redis", "6.1"),
-        "Mooncake client": ("mooncake-transfer-engine", "0.3"),
-        "NIXL": ("nixl", "1.0"),
     },
     cuda_build="13.0",
     driver="580.1",
@@ -91,13 +88,6 @@ def test_the_report_names_gpu_memory_driver_and_link():
         ),
         (replace(GOOD, shm_free=3 * GIB), "/dev/shm", Status.warn, "3.0 GiB", "--l1-size-gb 2.70"),
         (
-            replace(GOOD, memlock_bytes=8 << 20),
-            "Lockable memory",
-            Status.warn,
-            "limit 8 MiB",
-            "ulimit -l unlimited",
-        ),
-        (
             replace(GOOD, stale_segments=("a", "b")),
             "Left-over segments",
             Status.warn,
@@ -117,13 +107,6 @@ def test_the_report_names_gpu_memory_driver_and_link():
             Status.missing,
             "tested with 0.32.0",
             "where vLLM is",
-        ),
-        (
-            replace(GOOD, optional=without(GOOD.optional, "NIXL")),
-            "NIXL",
-            Status.missing,
-            "optional",
-            "pip install nixl",
         ),
     ],
 )

@@ -104,7 +104,7 @@ def test_garbage_handles_are_refused_and_the_server_goes_on(server, cache, kind)
     stored = names(1)
     assert store(context, stored, [0, 1]) == 1
     asked = kind(
-        instance=context._instance,
+        instance=context.instance,
         transfer=1,
         digests=stored[0] if kind is LoadBlocks else secrets.token_bytes(32),
         blocks=[b"\2\0\0\0\3\0\0\0"],

@@ -127,7 +127,7 @@ def test_a_greeting_that_found_no_room_is_repeated_soon():
     ("reply", "words"),
     [
         ({"protocol": 9}, ["version 9", f"client {PROTOCOL_VERSION}", "same release"]),
-        ({"chunk_tokens": 512}, ["512", "256", "--chunk-size 256", "lmcache.mp.chunk_size to 512"]),
+        ({"chunk_tokens": 512}, ["512", "256", "--chunk-size 256", "chunks of 512 tokens here"]),
     ],
     ids=["version", "chunk size"],
 )

@@ -91,10 +91,10 @@ def test_a_signal_stops_it_cleanly(number):
         line = process.stdout.readline()
         words = line.split()
         assert line.startswith("lmcache-kernels: serving tcp://127.0.0.1:")
-        assert line.endswith(f", {int(SIZE_GB * (1 << 30))} bytes, chunk 64 tokens\n")
+        assert line.endswith(f", {int(SIZE_GB * (1 << 30))} bytes, chunk 64 tokens)\n")
         segment = SHM / words[4].rstrip(",")
         assert segment.exists()
-        with CacheClient(words[2].rstrip(",")) as client:
+        with CacheClient(words[2]) as client:
             client.wait_ready(20)
             process.send_signal(number)
             _, errors = process.communicate(timeout=20)

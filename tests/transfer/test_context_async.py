@@ -673,7 +673,13 @@ def test_mp_d16_recoveries_leave_no_registered_memory_behind(monkeypatch):
     with EmbeddedCache(1 << 16, chunk_tokens=CHUNK) as first:
         port = GatePort(first)
         server = Registration(
-            port, instance=1, shard=bytes(32), payload_bytes=100, pin=True, timeout=WAIT
+            port,
+            instance=1,
+            shard=bytes(32),
+            chunk_tokens=CHUNK,
+            payload_bytes=100,
+            pin=True,
+            timeout=WAIT,
         )
         for _ in range(3):
             with server.attached():

@@ -14,6 +14,8 @@ from cachekit import BY_NAME, make_cache
 from gate_port import GatePort
 from held_mover import HeldMover
 
+from lmcache_kernels.adapters.messaging import connect as connecting
+from lmcache_kernels.adapters.messaging.client import CacheClient
 from lmcache_kernels.adapters.messaging.connect import connect
 from lmcache_kernels.adapters.server.spawn import spawn_server
 from lmcache_kernels.errors import KVTransferError
@@ -215,6 +217,22 @@ def test_connect_takes_an_observer():
     ):
         assert store(context, names(1), [0, 1]) == 1
     assert totals.of("store", "stored").transfers == 1
+
+
+def test_connect_has_its_pings_keep_the_worker_registered(monkeypatch):
+    clients = []
+
+    def client(*arguments, **options):
+        clients.append(CacheClient(*arguments, **options))
+        return clients[-1]
+
+    monkeypatch.setattr(connecting, "CacheClient", client)
+    cache = make_cache(BY_NAME["kv_first_nhd"], blocks=8)
+    with (
+        spawn_server(size_gb=0.01, chunk_size=CHUNK) as server,
+        connect(server.url, [group_of(cache.tensors, cache.axes)], chunk_tokens=CHUNK) as context,
+    ):
+        assert [one.instance_id for one in clients] == [context.instance]
 
 
 def test_ranges_for_profilers_are_there_where_they_are_switched_on(monkeypatch):

@@ -161,3 +161,12 @@ def test_nothing_is_found_after_a_clear(tmp_path: Path) -> None:
         assert ask(cache, find) == Found(chunks=1)
         assert ask(cache, Clear(shards=[SHARD])) == Cleared(chunks=1)
         assert ask(cache, find) == Found(chunks=0)
+
+
+def test_a_cache_smaller_than_a_chunk_says_so(tmp_path: Path) -> None:
+    with EmbeddedCache(SLOT - 1, directory=tmp_path) as cache:
+        future = cache.request(Register(instance=7, shard=SHARD, chunk_bytes=CHUNK), 1.0)
+        error = future.exception(0)
+        assert isinstance(error, CapacityError)
+        assert f"one chunk takes {SLOT} bytes, the arena has {SLOT - 1}" in str(error)
+        assert "server" not in str(error)

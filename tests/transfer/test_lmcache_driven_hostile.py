@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache_kernels.chunk_layout import ChunkLayout
-from lmcache_kernels.errors import LayoutError, RemoteError
+from lmcache_kernels.errors import CapacityError, LayoutError, RemoteError
 from lmcache_kernels.transfer.cache_forms import (
     MAX_PARTS,
     MAX_ROWS,
@@ -260,9 +260,8 @@ def test_chunks_that_do_not_fit_are_refused(server):
         shard=ShardPart().shard(layout.fingerprint),
         groups=[group.share(iter([wide]))],
     )
-    code, text = server.ask(request)
-    assert code == "no_space"
-    assert "give the server a larger one" in text
+    with pytest.raises(CapacityError, match=r"one chunk takes .*: make the arena larger"):
+        server.ask(request)
     assert_no_cache(server)
 
 

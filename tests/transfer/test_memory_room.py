@@ -90,3 +90,17 @@ def test_a_system_without_these_files_is_no_limit(monkeypatch, tmp_path) -> None
 def test_afterwards_the_tightest_limit_is_named(machine, tmp_path) -> None:
     machine(100, "/", {"memory.max": f"{3 * MIB}", "memory.current": f"{1 * MIB}"})
     assert f"control group {tmp_path}/cgroup, have {2 * MIB}" in str(no_room(9 * MIB, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("need", "have", "sizes"),
+    [
+        (2 * MIB, 1536 << 10, "2.00 MiB of 1.50 MiB"),
+        (3 << 30, 80 * MIB, "3.00 GiB of 80.00 MiB"),
+        (4096, 512, "4.00 KiB of 512 bytes"),
+    ],
+)
+def test_sizes_are_told_in_units_that_fit(need, have, sizes, monkeypatch, tmp_path) -> None:
+    room = memory_room.Room(have, "memory", "end what else takes memory")
+    monkeypatch.setattr(memory_room, "tightest_room", lambda directory: room)
+    assert f"({sizes})" in str(no_room(need, tmp_path))

@@ -94,9 +94,9 @@ with EmbeddedCache(arena_bytes=1 << 20, chunk_tokens=256) as store:
         "auto",
         chunk_tokens=256,
         part=ShardPart(index=0, count=1),
-        instance=2,
         port=store,
     )
+    assert_type(either.instance, int)
     assert_type(either.submit_store(names, [[1]]).result, Future[int])
     assert_type(either.submit_retrieve(names, [[1]], skip_first_n_tokens=16), Future[int])
     create_transfer_context([group], chunk_tokens=256)  # type: ignore[call-arg, list-item]

@@ -21,7 +21,7 @@ def test_nothing_set_gives_the_defaults():
 
 
 def test_values_take_the_type_of_their_default():
-    config = read(lookup_timeout="0.25", port="7000", chunk_size="512", load_async="off")
+    config = read(lookup_timeout="0.25", port="7000", chunk_size=512.0, load_async="off")
     assert config == ConnectorConfig(
         lookup_timeout=0.25, port=7000, chunk_size=512, load_async=False
     )
@@ -43,6 +43,19 @@ def test_what_counts_as_true(text):
         ("port", 0),
         ("port", 70000),
         ("port", "x"),
+        ("port", 5555.7),
+        ("port", True),
+        ("port", float("inf")),
+        ("host", ""),
+        ("host", "127.0.0.1:6000"),
+        ("host", "tcp://"),
+        ("host", "tcp://127.0.0.1:6000"),
+        ("host", "::1"),
+        ("host", "ipc:///tmp/socket"),
+        ("host", "two words"),
+        ("host", True),
+        ("request_timeout", True),
+        ("chunk_size", 256.5),
         ("chunk_size", 0),
         ("load_async", "maybe"),
         ("mp_transfer_mode", "both"),
@@ -81,6 +94,7 @@ def test_who_copies_is_what_was_set_or_else_the_environments(
     [
         ("127.0.0.1", "tcp://127.0.0.1:5555"),
         ("tcp://10.0.0.7", "tcp://10.0.0.7:5555"),
+        ("[::1]", "tcp://[::1]:5555"),
     ],
 )
 def test_a_host_may_come_with_or_without_a_scheme(host, url):

@@ -199,7 +199,7 @@ def test_a_worker_the_server_forgot_registers_again(make, cache, pages):
     worker = make()
     digests = names(1)
     run_stores(worker, stores((1, digests, [[0, 1]])))
-    cache.request(Unregister(instance=worker._context._instance), 1.0).result()
+    cache.request(Unregister(instance=worker._context.instance), 1.0).result()
     worker.start_loads(loads((2, "a", digests, [[4, 5]], 0)))
     assert worker.poll() == ({"a"}, {"a"})
     worker.start_loads(loads((3, "a", digests, [[4, 5]], 0)))

@@ -9,6 +9,14 @@ from typing import TYPE_CHECKING
 
 from lmcache_kernels.chunk_copy import check_layers
 from lmcache_kernels.chunk_layout import ChunkLayout
+from lmcache_kernels.plane import CacheGroup
+from lmcache_kernels.transfer.arguments import (
+    check_port,
+    check_transfer,
+    instance_id,
+    integer,
+    list_of,
+)
 from lmcache_kernels.transfer.moving.movers import mover_for, one_device
 from lmcache_kernels.transfer.moving.moves import copy_block_ids
 from lmcache_kernels.transfer.moving.nvtx import nvtx_ranges
@@ -21,14 +29,13 @@ from .layered_store import LayeredStore
 from .loading import Load, Loading
 from .registration import Registration
 from .storing import Store, Storing
-from .worker import DEVICE_TIMEOUT, Worker
+from .worker import DEVICE_TIMEOUT, Worker, shard_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from lmcache_kernels.chunk_copy import Layers
-    from lmcache_kernels.plane import CacheGroup
     from lmcache_kernels.transfer.moving.moves import Mover
     from lmcache_kernels.transfer.observer import Observer
     from lmcache_kernels.transfer.port import CachePort
@@ -49,7 +56,7 @@ class EngineDrivenContext:
         chunk_tokens: tokens of one chunk.
         shard: id of the slice of the model's cache that this worker holds, from the layout's
             fingerprint.
-        instance: id of this worker, random, 63 bits.
+        instance: id of this worker, below 2**63, which no other has; None: a random one.
         port: the cache.
         timeout: seconds a single request may take.
         load_patience: seconds after which a load that has not begun fails, its blocks untouched.
@@ -57,8 +64,12 @@ class EngineDrivenContext:
         mover: makes what moves chunks; None: what suits the device, with ``max_programs``.
         observer: told of every transfer that ends.
 
+    Attributes:
+        instance: id of this worker.
+
     Raises:
         LayoutError: groups on several devices, or a chunk size that a block size does not divide.
+        ConfigError: an argument of another kind, or a cache that works with other chunks.
     """
 
     def __init__(
@@ -67,7 +78,7 @@ class EngineDrivenContext:
         *,
         chunk_tokens: int,
         shard: Callable[[ChunkLayout], bytes],
-        instance: int,
+        instance: int | None = None,
         port: CachePort,
         timeout: float = 2.0,
         load_patience: float = 10.0,
@@ -75,25 +86,28 @@ class EngineDrivenContext:
         mover: Callable[[Sequence[CacheGroup], ChunkLayout], Mover] | None = None,
         observer: Observer | None = None,
     ) -> None:
-        device = one_device(groups)
-        self._instance = instance
-        self.groups = tuple(groups)
+        self.groups = list_of("groups", groups, CacheGroup)
+        self.instance = instance_id(instance)
+        chunk_tokens = integer("chunk_tokens", chunk_tokens, 1)
+        check_port(port, chunk_tokens)
+        device = one_device(self.groups)
         self.layout = ChunkLayout.of(self.groups, chunk_tokens)
-        self.shard = shard(self.layout)
+        self.shard = shard_of(shard, self.layout)
         if mover is None:
             self._mover = mover_for(self.groups, self.layout, max_programs)
         else:
             self._mover = mover(self.groups, self.layout)
         self._server = Registration(
             port,
-            instance=instance,
+            instance=self.instance,
             shard=self.shard,
+            chunk_tokens=chunk_tokens,
             payload_bytes=self.layout.nbytes,
             pin=device != "cpu",
             timeout=timeout,
         )
         parts = Worker(
-            instance, self.groups, self.layout, self._server, self._mover, nvtx_ranges(device)
+            self.instance, self.groups, self.layout, self._server, self._mover, nvtx_ranges(device)
         )
         self._storing, self._loading = Storing(parts), Loading(parts)
         self._load_patience = load_patience
@@ -141,14 +155,14 @@ class EngineDrivenContext:
         """Store chunks whose bytes the device will have written once its queued work is done.
 
         Args:
-            digests: one a chunk.
+            digests: one a chunk, none twice.
             block_ids: per group, the blocks of those chunks in order; a tail that is no whole
                 chunk is ignored. None of them may be reused before :meth:`flush` of the transfer,
                 or its result, came back. The lists themselves are copied.
 
         Returns:
-            The transfer. Its result is LayoutError if an id cannot be right; nothing was moved or
-            reserved then.
+            The transfer. Its result is LayoutError if an id cannot be right or a chunk is named
+            twice; nothing was moved or reserved then.
 
         Raises:
             LayoutError: not one list a group, or too few ids; nothing was submitted.
@@ -170,6 +184,7 @@ class EngineDrivenContext:
         the last layers are on the link. On a CPU engine all is done with the last layer.
 
         Args:
+            digests: one a chunk; what is there twice is stored once.
             layers: per group, for each of its layers in the order of its tensors, its place in the
                 order in which the engine computes them.
 
@@ -190,6 +205,7 @@ class EngineDrivenContext:
         digests: Sequence[bytes],
         block_ids: Sequence[Sequence[int]],
     ) -> None:
+        check_transfer(digests, block_ids)
         ids = copy_block_ids(block_ids, self.layout, len(digests))
         store = Store(transfer, list(digests), ids, self._mover.ready())
         self._stores.submit(transfer, self._storing.run(store), len(store.digests))
@@ -224,7 +240,7 @@ class EngineDrivenContext:
         """Load chunks into blocks of the cache.
 
         Args:
-            digests: one a chunk.
+            digests: one a chunk, none twice.
             block_ids: per group, the blocks of those chunks in order; ``ABSENT`` ones and a tail
                 that is no whole chunk are left alone. The lists themselves are copied.
             skip_first_n_tokens: leave the blocks of the first tokens alone, rounded down to blocks.
@@ -233,11 +249,11 @@ class EngineDrivenContext:
             How many chunks, from the first on, now are in the cache. Fewer than asked means that
             the blocks of the others hold nothing usable; an exception means that of all of them.
             Once it is finished nothing of this load writes into the cache any more. LayoutError if
-            an id cannot be right, TransferTimeout if the load could not begin in time; no block was
-            touched then.
+            an id cannot be right or a chunk is named twice, TransferTimeout if the load could not
+            begin in time; no block was touched then.
 
         Raises:
-            LayoutError: not one list a group, or too few ids; nothing was submitted.
+            LayoutError: not one list a group, too few ids, or a skip below 0; nothing was submitted.
         """
         transfer = Transfer()
         self._submit_load(transfer, digests, block_ids, skip_first_n_tokens, None)
@@ -275,6 +291,7 @@ class EngineDrivenContext:
         skip_tokens: int,
         layers: Layers | None,
     ) -> None:
+        check_transfer(digests, block_ids, skip_tokens)
         load = Load(
             transfer,
             list(digests),
@@ -305,5 +322,5 @@ class EngineDrivenContext:
             self._mover.close()
         else:
             logger.warning(
-                "worker %d: transfers still run %s s after close", self._instance, timeout
+                "worker %d: transfers still run %s s after close", self.instance, timeout
             )

@@ -70,7 +70,7 @@ class Loading:
         """The :data:`~.engine_driven.lane.Work` of a load.
 
         Raises:
-            LayoutError: block ids that cannot be right.
+            LayoutError: block ids that cannot be right, or a chunk named twice.
             TransferTimeout: too late to begin.
             KVTransferError: no server.
         """

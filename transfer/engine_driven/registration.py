@@ -14,6 +14,7 @@ from lmcache_kernels.errors import (
     PeerGone,
     RemoteError,
 )
+from lmcache_kernels.transfer.arguments import check_port
 from lmcache_kernels.transfer.asking import answer, ask
 from lmcache_kernels.transfer.messages import Done, Register, Registered, Unregister
 
@@ -43,7 +44,7 @@ class Registration:
     Args:
         port: the cache.
         instance: id of the worker.
-        shard: id of the slice it moves; ``payload_bytes``: of one chunk.
+        shard: id of the slice it moves; ``chunk_tokens``, ``payload_bytes``: of one chunk.
         pin: register the arena with CUDA.
         timeout: seconds a single request may take.
     """
@@ -54,6 +55,7 @@ class Registration:
         *,
         instance: int,
         shard: bytes,
+        chunk_tokens: int,
         payload_bytes: int,
         pin: bool,
         timeout: float,
@@ -61,6 +63,7 @@ class Registration:
         self._port = port
         self._instance = instance
         self._shard = shard
+        self._chunk_tokens = chunk_tokens
         self._payload_bytes = payload_bytes
         self._pin = pin
         self._timeout = timeout
@@ -99,6 +102,7 @@ class Registration:
             return current
 
     def _register(self, incarnation: str) -> Attached:
+        check_port(self._port, self._chunk_tokens)
         message = Register(
             instance=self._instance, shard=self._shard, chunk_bytes=self._payload_bytes
         )

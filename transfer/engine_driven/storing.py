@@ -68,7 +68,7 @@ class Storing:
         """The :data:`~.engine_driven.lane.Work` of a store.
 
         Raises:
-            LayoutError: block ids that cannot be right; nothing was reserved.
+            LayoutError: block ids that cannot be right, or a chunk named twice; nothing was reserved.
             KVTransferError: no server, or a chunk that could not be stored. What was reserved is
                 given back, unless the device may still write there: then only time does that.
         """
@@ -77,7 +77,8 @@ class Storing:
         if not store.digests:
             return Moves()
         ids = check_block_ids(store.block_ids, own.groups, loading=False)
-        packed = pack_digests(store.digests)
+        # An engine's step may compute one chunk for several requests, and stores it once.
+        packed = pack_digests(store.digests, repeats=isinstance(store.transfer, LayeredStore))
         if store.transfer.stopped:
             raise Closed("the store was stopped before it began")
         with own.server.attached() as arena:

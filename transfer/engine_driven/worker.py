@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lmcache_kernels.errors import LocalProtocolError
+from lmcache_kernels.errors import ConfigError, LayoutError, LocalProtocolError
 from lmcache_kernels.transfer.messages import DIGEST_BYTES
 from lmcache_kernels.transfer.pacing import paced
 
@@ -41,15 +41,40 @@ class Worker:
     span: Callable[[str], AbstractContextManager[Any]]
 
 
-def pack_digests(digests: Sequence[bytes]) -> bytes:
+def shard_of(shard: Callable[[ChunkLayout], bytes], layout: ChunkLayout) -> bytes:
+    """What the function that names a worker's slice of the model makes of the layout.
+
+    Raises:
+        ConfigError: no function, or one that returns no shard id.
+    """
+    found = shard(layout) if callable(shard) else shard
+    if not callable(shard) or not isinstance(found, bytes) or len(found) != DIGEST_BYTES:
+        raise ConfigError(
+            f"shard: expected a function that returns {DIGEST_BYTES} bytes, as shard_id does, "
+            f"got {found!r:.80}"
+        )
+    return found
+
+
+def pack_digests(digests: Sequence[bytes], *, repeats: bool = False) -> bytes:
     """As messages have them.
+
+    Args:
+        repeats: one may be there several times.
 
     Raises:
         LocalProtocolError: one that is no digest.
+        LayoutError: one that is there twice and may not be.
     """
     for index, digest in paced(enumerate(digests)):
         if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
             raise LocalProtocolError(
                 f"digests[{index}]: expected {DIGEST_BYTES} bytes, got {digest!r:.80}"
             )
+    if not repeats and len(set(digests)) < len(digests):
+        seen: set[bytes] = set()
+        for index, digest in enumerate(digests):
+            if digest in seen:
+                raise LayoutError(f"digests[{index}]: named twice")
+            seen.add(digest)
     return b"".join(digests)

@@ -16,6 +16,7 @@ import torch
 from lmcache_kernels.copying import PreparedCopy
 from lmcache_kernels.errors import Closed, LayoutError, TransferFailed, TransferTimeout
 from lmcache_kernels.plane import CacheGroup
+from lmcache_kernels.transfer.arguments import list_of
 from lmcache_kernels.transfer.moving.device import CudaDevice, EventCompletion
 from lmcache_kernels.transfer.moving.movers import one_device
 from lmcache_kernels.transfer.sharing.descriptors import decode
@@ -65,6 +66,7 @@ class PeerCopy:
         *,
         max_programs: int | None = None,
     ) -> None:
+        groups = list_of("groups", groups, CacheGroup)
         self.device = one_device(groups)
         self._peer, tensors = split_name(offer, "offer")
         descriptors = decode(tensors)
@@ -72,7 +74,8 @@ class PeerCopy:
         with ExitStack() as undo:
             self._opened = open_for(descriptors, self.device)
             undo.callback(self._opened.close)
-            theirs = describe(self._opened.tensors)
+            described = describe(self._opened.tensors)
+            theirs = list_of("the peer's groups", described, CacheGroup)
             _check_alike(theirs, groups)
             pairs = [
                 list(zip(to.planes, origin.planes, strict=True))
@@ -221,10 +224,6 @@ def _check_alike(theirs: Sequence[CacheGroup], ours: Sequence[CacheGroup]) -> No
     if len(theirs) != len(ours):
         raise LayoutError(f"the peer's groups: expected {len(ours)} as here, got {len(theirs)}")
     for number, (their, our) in enumerate(zip(theirs, ours, strict=True)):
-        if not isinstance(their, CacheGroup):
-            raise LayoutError(
-                f"the peer's groups[{number}]: expected a CacheGroup, got {type(their).__name__}"
-            )
         for name in ("dtype", "opaque", "block_tokens", "tokens_per_state"):
             want, got = getattr(our, name), getattr(their, name)
             if want != got:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lmcache_kernels.errors import Closed, LayoutError
+from lmcache_kernels.transfer.arguments import check_named
 from lmcache_kernels.transfer.sharing.descriptors import encode
 from lmcache_kernels.transfer.sharing.wrapping import wrap_kv_caches
 
@@ -39,6 +40,7 @@ class PeerTarget:
     """
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        check_named("kv_caches", kv_caches)
         devices = {str(getattr(tensor, "device", "no device")) for tensor in kv_caches.values()}
         if len(devices) != 1:
             raise LayoutError(

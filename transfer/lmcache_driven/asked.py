@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lmcache_kernels.errors import Closed, LayoutError
+from lmcache_kernels.errors import Closed
 from lmcache_kernels.ids import pack_ids
 from lmcache_kernels.transfer.engine_driven.worker import pack_digests
 from lmcache_kernels.transfer.messages import LoadBlocks, StoreBlocks
@@ -60,12 +60,10 @@ class Asked:
         """What to ask the server.
 
         Raises:
-            LayoutError: block ids that cannot be right, or a skip below 0.
+            LayoutError: block ids that cannot be right, or a chunk named twice.
             LocalProtocolError: something that is no digest.
         """
         storing = self.direction == "store"
-        if self.skip_tokens < 0:
-            raise LayoutError(f"skip_first_n_tokens: expected >= 0, got {self.skip_tokens}")
         lists = enumerate(zip(self.block_ids, groups, strict=True))
         fields: dict[str, Any] = {
             "instance": instance,

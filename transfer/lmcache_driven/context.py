@@ -22,8 +22,18 @@ from lmcache_kernels.errors import (
     RemoteError,
     TransferTimeout,
 )
+from lmcache_kernels.transfer.arguments import (
+    check_port,
+    check_transfer,
+    instance_id,
+    integer,
+    list_of,
+    one_of_kind,
+)
 from lmcache_kernels.transfer.asking import checked
+from lmcache_kernels.transfer.cache_forms import ShardPart
 from lmcache_kernels.transfer.engine_driven.worker import DEVICE_TIMEOUT
+from lmcache_kernels.transfer.kv_groups import KVGroup
 from lmcache_kernels.transfer.messages import (
     MAX_TRANSFERS,
     AbortStore,
@@ -48,8 +58,6 @@ from .settling import Settling
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lmcache_kernels.transfer.cache_forms import ShardPart
-    from lmcache_kernels.transfer.kv_groups import KVGroup
     from lmcache_kernels.transfer.messages import Reply
     from lmcache_kernels.transfer.observer import Observer
     from lmcache_kernels.transfer.port import CachePort
@@ -73,17 +81,21 @@ class LmcacheDrivenContext:
             may write to them. Keep the tensors alive until :meth:`close`.
         chunk_tokens: tokens of one chunk.
         part: which part of the model's cache this worker holds.
-        instance: id of this worker, random, 63 bits.
+        instance: id of this worker, below 2**63, which no other has; None: a random one.
         port: the cache.
         timeout: seconds a request may take that copies nothing.
         copy_timeout: seconds from a submit until its copy is over.
         max_programs: bound on the grid of every GPU kernel.
         observer: told of every transfer that ends.
 
+    Attributes:
+        instance: id of this worker.
+
     Raises:
         LayoutError: tensors that are not what was said of them or cannot be shared, or a chunk size
             that a block size does not divide.
-        ConfigError: memory or events that cannot be shared.
+        ConfigError: memory or events that cannot be shared, an argument of another kind, or a cache
+            that works with other chunks.
         CapacityError: not enough shared memory.
     """
 
@@ -96,18 +108,22 @@ class LmcacheDrivenContext:
         *,
         chunk_tokens: int,
         part: ShardPart,
-        instance: int,
+        instance: int | None = None,
         port: CachePort,
         timeout: float = 2.0,
         copy_timeout: float = COPY_TIMEOUT,
         max_programs: int | None = None,
         observer: Observer | None = None,
     ) -> None:
+        kv_caches = list_of("kv_caches", kv_caches, KVGroup)
+        part = one_of_kind("part", part, ShardPart)
+        self.instance = instance_id(instance)
+        chunk_tokens = integer("chunk_tokens", chunk_tokens, 1)
+        check_port(port, chunk_tokens)
         groups = [group.read() for group in kv_caches]
         device = one_device(groups)
         self.layout = ChunkLayout.of(groups, chunk_tokens)
         self.shard = part.shard(self.layout.fingerprint)
-        self._instance = instance
         self._port = port
         self._timeout = timeout
         self._copy_timeout = copy_timeout
@@ -123,13 +139,13 @@ class LmcacheDrivenContext:
         self.groups = tuple(group.read() for group in kv_caches)  # where they lie now
         descriptors = iter(self._wrapped.descriptors)
         message = RegisterCache(
-            instance=instance,
+            instance=self.instance,
             shard=self.shard,
             part=part,
             groups=[group.share(descriptors) for group in kv_caches],
             max_programs=max_programs,
         )
-        self._server = ServedRegistration(port, message, copy_timeout)
+        self._server = ServedRegistration(port, message, chunk_tokens, copy_timeout)
         self._numbers = itertools.count(time.monotonic_ns())  # an id is never used again
         self._changed = threading.Condition()  # never held across a wait: submits take it
         self._closed = False
@@ -137,7 +153,7 @@ class LmcacheDrivenContext:
         # Asks in order of submission, and may have to register first.
         self._asker = ThreadPoolExecutor(1, "lmcache-kernels-ask")
         self._settling = Settling(
-            port, self._server, instance, timeout, gpu=device != "cpu", end=self._end
+            port, self._server, self.instance, timeout, gpu=device != "cpu", end=self._end
         )
 
     def register(self) -> None:
@@ -177,7 +193,7 @@ class LmcacheDrivenContext:
         with self._changed:
             numbers = [self._open[one].number for one in begun if one in self._open]
         if numbers:
-            message = Settle(instance=self._instance, transfers=numbers[:MAX_TRANSFERS])
+            message = Settle(instance=self.instance, transfers=numbers[:MAX_TRANSFERS])
             self._port.request(message, self._timeout)  # only sooner over with it, so not awaited
         for transfer in begun:
             if not transfer.wait_read(max(0.0, end - time.monotonic())):
@@ -217,6 +233,7 @@ class LmcacheDrivenContext:
         block_ids: Sequence[Sequence[int]],
         skip_tokens: int = 0,
     ) -> None:
+        check_transfer(digests, block_ids, skip_tokens)
         ids = copy_block_ids(block_ids, self.layout, len(digests))
         asked = Asked(
             next(self._numbers),
@@ -247,7 +264,7 @@ class LmcacheDrivenContext:
             if not asked.digests:
                 self._end(asked, 0)
                 return
-            message = asked.message(self._instance, self.groups)
+            message = asked.message(self.instance, self.groups)
             if time.monotonic() >= asked.deadline:
                 raise TransferTimeout("the transfer could not begin in time")
             asked.incarnation = self._server.ensure()
@@ -280,10 +297,10 @@ class LmcacheDrivenContext:
             # A successor counts its tickets anew, and must not be told of an old one.
             raise PeerGone("the cache server was lost before the store was committed")
         if not transfer.wanted:
-            abort = AbortStore(instance=self._instance, ticket=reply.ticket)
+            abort = AbortStore(instance=self.instance, ticket=reply.ticket)
             self._port.request(abort, self._timeout)
             raise Closed("the blocks were reused while the store read them")
-        commit = CommitStore(instance=self._instance, ticket=reply.ticket)
+        commit = CommitStore(instance=self.instance, ticket=reply.ticket)
 
         def committed(future: Future[Reply]) -> None:
             checked(future.result(), "CommitStore", Done)
@@ -343,7 +360,7 @@ class LmcacheDrivenContext:
             if not self._changed.wait_for(lambda: not self._open, timeout):
                 logger.warning(
                     "worker %d: %d transfers are not over %s s after close",
-                    *(self._instance, len(self._open), timeout),
+                    *(self.instance, len(self._open), timeout),
                 )
         self._settling.close()
         self._wrapped.close()

@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from lmcache_kernels.errors import Closed, KVTransferError, PeerGone
+from lmcache_kernels.transfer.arguments import check_port
 from lmcache_kernels.transfer.asking import ask
 from lmcache_kernels.transfer.memory.arena import has_owner
 from lmcache_kernels.transfer.messages import Done, Registered, Unregister
@@ -26,12 +27,16 @@ class ServedRegistration:
     Args:
         port: the cache.
         message: the registration.
+        chunk_tokens: tokens of one chunk, as the message means it.
         timeout: seconds it may take. A server's first registration loads torch.
     """
 
-    def __init__(self, port: CachePort, message: RegisterCache, timeout: float) -> None:
+    def __init__(
+        self, port: CachePort, message: RegisterCache, chunk_tokens: int, timeout: float
+    ) -> None:
         self._port = port
         self._message = message
+        self._chunk_tokens = chunk_tokens
         self._timeout = timeout
         self._lock = threading.Lock()  # held while a registration is awaited
         self._incarnation: str | None = None  # of the server that knows this worker
@@ -51,6 +56,7 @@ class ServedRegistration:
             if incarnation is None:
                 raise PeerGone("no cache server is connected")
             if self._incarnation != incarnation:
+                check_port(self._port, self._chunk_tokens)
                 reply = ask(self._port, self._message, Registered, self._timeout)
                 # What cannot be seen from here, in another container maybe, tells nothing later.
                 seen = has_owner(reply.arena_name)

@@ -109,6 +109,13 @@ def _numbers(path: Path) -> dict[str, int]:
 
 def _no_room(need: int, room: Room) -> CapacityError:
     return CapacityError(
-        f"arena: need {need} bytes in {room.where}, have {room.free} ({need / 2**30:.2f} GiB of "
-        f"{room.free / 2**30:.2f} GiB). Ask for a smaller arena, or {room.remedy}"
+        f"arena: need {need} bytes in {room.where}, have {room.free} ({_size(need)} of "
+        f"{_size(room.free)}). Ask for a smaller arena, or {room.remedy}"
     )
+
+
+def _size(nbytes: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.2f} {name}"
+    return f"{nbytes} bytes"

@@ -69,7 +69,7 @@ class KnownWorkers:
             raise RefusedError(
                 "no_space",
                 f"one chunk takes {worker.slot_bytes} bytes, the arena has "
-                f"{self._arena_bytes}: give the server a larger one",
+                f"{self._arena_bytes}: make the arena larger",
             )
         for number, other in self._known.items():
             if (

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from lmcache_kernels.errors import LayoutError
+from lmcache_kernels.transfer.arguments import check_named
 
 from .devices import backend_for, backend_named
 
@@ -56,6 +57,7 @@ def wrap_kv_caches(kv_caches: Mapping[str, torch.Tensor]) -> WrappedCaches:
         CapacityError: not enough shared memory.
         ConfigError: memory or a choice of backend that cannot work.
     """
+    check_named("kv_caches", kv_caches)
     descriptors: list[TensorDescriptor] = []
     with ExitStack() as batch:
         for name, tensor in kv_caches.items():
