@@ -154,7 +154,9 @@ class LMCacheKernelsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
             client.wait_ready(self._config.connect_timeout)
         except KVTransferError as error:
             logger.warning(
-                "no usable cache server; the engine runs without it and keeps trying. %s", error
+                "no usable cache server; the engine runs without it and keeps trying. %s "
+                "(settings: %shost, %sport, %schunk_size)",
+                *(error, PREFIX, PREFIX, PREFIX),
             )
         return client
 
