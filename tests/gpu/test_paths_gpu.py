@@ -80,6 +80,41 @@ def test_a_store_reads_what_was_queued_before_it(path):
     rig.mover.close()
 
 
+@pytest.mark.parametrize("decoding", [False, True])
+def test_more_ids_than_a_launch_brings_along(decoding):
+    """They are uploaded in one stream, and the first part of a store is moved in another."""
+    rig = Rig("kv_first_nhd", "staged", tokens=128, blocks=400)
+    assert rig.layout.blocks_per_chunk[0] > 16
+    rig.mover.decoding = decoding
+    for turn in range(10):
+        here = rig.ids[turn % 2 :: 2]
+        torch.cuda._sleep(5_000_000)
+        rig.cache.fill_random(turn)
+        stored = rig.mover.gather(rig.moves(here), rig.mover.ready())
+        assert stored.done.wait(WAIT)
+        for chunk, ids in enumerate(here):
+            assert torch.equal(rig.payload(chunk), oracle_chunk(rig.cache, ids).cpu())
+        assert stored.fingerprints() == [
+            fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(CHUNKS)
+        ]
+    rig.mover.close()
+
+
+def test_submits_in_a_row_use_events_of_their_own():
+    """Those that were made ahead, and more than these; none is handed out again."""
+    rig = Rig("kv_first_nhd", "staged")
+    assert rig.mover.gather(rig.moves(rig.ids[:CHUNKS]), None).done.wait(WAIT)
+    points = []
+    for _ in range(100):
+        torch.cuda._sleep(1_000_000)
+        points.append(rig.mover.ready())
+    assert not points[-1].done()
+    assert len({point.event.cuda_event for point in points}) == 100
+    torch.cuda.current_stream().synchronize()
+    assert all(point.done() for point in points)
+    rig.mover.close()
+
+
 def test_several_movers_share_the_streams_that_were_given_back():
     for _ in range(3):
         rig = Rig("latent", "staged")
