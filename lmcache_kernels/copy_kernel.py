@@ -88,6 +88,7 @@ def _total(sums, num_rows, total_at):
             row = first + tl.arange(0, _ROWS)
             inside = row < num_rows
             total += tl.load(sums + row, mask=inside, other=0, cache_modifier=".cg")
+            tl.debug_barrier()  # where there are more threads than rows, several load the same
             tl.store(sums + row, tl.zeros([_ROWS], dtype=tl.int64), mask=inside)
         tl.store(counter, tl.zeros([], dtype=tl.int64))
         tl.store(total_at.to(tl.pointer_type(tl.int64)), tl.sum(total, axis=0))

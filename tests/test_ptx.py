@@ -113,6 +113,18 @@ def test_every_mode_accesses_by_16_bytes(name, mode):
         check_accesses(ptx(*constants(plan, **mode)), 16)
 
 
+@pytest.mark.parametrize("mode", [{"max_programs": 16}, {"staged": True}], ids=str)
+@pytest.mark.parametrize("fingerprint", [1, 2])
+def test_sums_are_zeroed_only_when_every_thread_has_loaded_them(mode, fingerprint):
+    """Where there are more threads than rows, several load the same, and one of them zeroes it."""
+    cache_ = make_cache(BY_NAME["kv_first_nhd"], tokens=16, heads=8, dim=128)
+    for plan in plans(group_of(cache_.tensors, cache_.axes), 32):
+        text = ptx(*constants(plan, fingerprint=fingerprint, **mode))
+        last_load = text.rindex("ld.global.cg")
+        between = text[last_load : text.index("st.global.b64", last_load)]
+        assert "bar.sync" in between or "bar.warp.sync" in between
+
+
 def test_one_binary_serves_all_strides_and_sizes_of_a_unit():
     """Nothing of a cache but the width of an access and the shape of a tile is compiled in."""
     found = set()

@@ -35,6 +35,10 @@ class FollowingStore:
             self._through = through
             self._store.saved(through)
 
+    def drop(self) -> None:
+        """What the engine was to write it will not write."""
+        self._store.stop()
+
     def all_computed(self) -> None:
         """What the engine has queued is the whole step."""
         self._store.saved(len(self._places) - 1)

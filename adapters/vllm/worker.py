@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from .following import FollowingStore
 from .jobs import StepReport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from lmcache_kernels.transfer.context_factory import TransferContext
     from lmcache_kernels.transfer.engine_driven.layered_load import LayeredLoad
@@ -133,14 +134,22 @@ class WorkerSide:
 
     def layer_computed(self, name: str) -> None:
         """Inside the step, behind the layer: what is queued writes all of it."""
-        if self._following is not None:
-            self._following.computed(name)
+        self._tell(lambda following: following.computed(name))
 
     def _step_is_queued(self) -> None:
         """Whatever was told of layers or not: all of the step's work is queued."""
-        following, self._following = self._following, None
-        if following is not None:
-            following.all_computed()
+        self._tell(FollowingStore.all_computed)
+        self._following = None
+
+    def _tell(self, what: Callable[[FollowingStore], None]) -> None:
+        """Not storing is right, if the device takes no further event, and a step that goes on."""
+        if self._following is None:
+            return
+        try:
+            what(self._following)
+        except Exception as error:
+            logger.warning("the stores of this step are dropped: %s", error)
+            self._drop_step()
 
     def start_loads(self, step: StepJobs) -> None:
         """Start the step's loads; synchronous ones are done on return."""
@@ -194,10 +203,24 @@ class WorkerSide:
             return failed
 
     def start_stores(self) -> None:
-        """After the step's work was queued: start its stores, or let them end."""
+        """After the step's work was queued: start its stores, or let them end.
+
+        Engines call this behind a step that has failed too, while its error is on its way: what the
+        stores would read was never written, so they are dropped.
+        """
+        if sys.exc_info()[0] is not None:
+            self._drop_step()
         self._step_is_queued()
         self._finish_layered()
         self._start_ordered()
+
+    def _drop_step(self) -> None:
+        following, self._following = self._following, None
+        if following is not None:
+            following.drop()
+        for job in self._ordered:
+            self._over(job.job_id)
+        self._ordered = []
 
     def _give_up(self, job: StoreJob, fenced: list[int]) -> bool:
         if job.job_id in fenced:

@@ -306,6 +306,32 @@ def test_fingerprints_stay_what_they_were_while_others_are_made():
     assert first.fingerprints() == sums
 
 
+def test_runs_whose_fingerprints_nobody_reads_give_their_memory_back():
+    """Given up, or let go of; one that somebody may still read keeps what it has."""
+    rig = Rig(chunks=1, slice_bytes=512)
+    kept = rig.mover.gather(rig.moves(), None)
+    rig.device.settle()
+    spare = rig.mover._at("staged", storing=True)._tally._spare
+    for turn in range(3 * tally.RUNS):
+        if turn % 2:
+            rig.device.fail_at = rig.device.copies + 1
+            with pytest.raises(RuntimeError, match="luck"):
+                rig.mover.gather(rig.moves(), None)
+        else:
+            rig.mover.gather(rig.moves(), None)
+        rig.device.settle()
+    rig.store()
+    assert len(spare) == tally.RUNS - 1
+    assert kept.fingerprints() == rig.store()
+    assert len(spare) == tally.RUNS
+
+
+def test_no_moves_are_no_error():
+    rig = Rig()
+    assert rig.mover.gather([], None).fingerprints() == []
+    assert rig.mover.scatter([], None).fingerprints() == []
+
+
 def test_a_run_of_more_chunks_than_there_is_room_for(monkeypatch):
     monkeypatch.setattr(tally, "CHUNKS", 2)
     rig = Rig(chunks=5)

@@ -14,6 +14,7 @@ from held_mover import HeldMover
 from lmcache_kernels.adapters.vllm import worker as worker_module
 from lmcache_kernels.adapters.vllm.jobs import LoadJob, StepJobs, StoreJob
 from lmcache_kernels.adapters.vllm.worker import WorkerSide, places_of
+from lmcache_kernels.errors import TransferFailed
 from lmcache_kernels.ids import ABSENT
 from lmcache_kernels.transfer.embedded import EmbeddedCache
 from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
@@ -526,4 +527,59 @@ def test_a_cpu_engine_stores_with_the_last_layer(make, pages):
     assert worker._stores[1].result.result(0) == 1
     worker.start_stores()
     ended(worker, 1)
+    assert_stored(worker, pages, digests, [0, 1])
+
+
+class OutOfMemory(RuntimeError):
+    """What a step may end with."""
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_nothing_is_stored_of_a_step_that_failed(make, pages, by_layer):
+    """Its hooks are called while the error is on its way; the blocks hold what they held before."""
+    worker = make(layers=LAYERS if by_layer else None, stores_by_layer=by_layer)
+    digests = names(1)
+
+    def step():
+        worker.begin_step(stores((1, digests, [[0, 1]])))
+        try:
+            worker.layer_computed(LAYERS[0][0])
+            raise OutOfMemory
+        finally:
+            worker.start_loads(StepJobs())
+            worker.start_stores()
+
+    with pytest.raises(OutOfMemory):
+        step()
+    for transfer in worker._stores.values():
+        transfer.result.exception(WAIT)
+    worker.poll()
+    assert worker.take_report().over == {1: 1}
+    worker.start_loads(loads((2, "a", digests, [[8, 9]], 0)))
+    assert worker.poll() == ({"a"}, {"a"})
+    assert worker.take_report().failed == {2}
+    run_stores(worker, stores((3, digests, [[0, 1]])))
+    ended(worker, 3)
+    assert_stored(worker, pages, digests, [0, 1])
+
+
+def test_a_device_that_takes_no_event_costs_the_stores_and_not_the_step(followed, pages):
+    worker, mover = followed
+    digests = names(1)
+    worker.begin_step(stores((1, digests, [[0, 1]])))
+    assert mover.following.acquire(timeout=WAIT)
+
+    def refused():
+        raise TransferFailed("no event")
+
+    mover.ready, ready = refused, mover.ready
+    worker.layer_computed(LAYERS[0][0])
+    worker.layer_computed(LAYERS[0][1])
+    worker.start_stores()
+    mover.ready = ready
+    assert worker._stores[1].result.exception(WAIT) is not None
+    worker.poll()
+    assert worker.take_report().over == {1: 1}
+    run_stores(worker, stores((2, digests, [[0, 1]])))
+    ended(worker, 2)
     assert_stored(worker, pages, digests, [0, 1])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from lmcache_kernels.cuda_runtime import (
+    current_device,
     current_stream,
     forget_error,
     new_stream,
@@ -165,7 +166,11 @@ class CudaDevice:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
             return event
-        self._queued(quick().record(event.cuda_event, current_stream(self._device.index)), "event")
+        index = self._device.index
+        if current_device() == index:
+            self._queued(quick().record(event.cuda_event, current_stream(index)), "event")
+        else:  # whose default stream has the same handle
+            event.record(torch.cuda.current_stream(self._device))
         return event
 
     def make_events(self, stream: torch.cuda.Stream) -> None:

@@ -160,7 +160,9 @@ class Path(ABC):
                 self._is_open = False
                 done = All([EventCompletion(mark) for mark in marks])
                 raise StillMovingError(f"{error}; the device still works on it", done) from error
-        if not cleared:
+        if cleared:
+            self._tally.unused()
+        else:
             self.release()
 
     def _pace(self, operations: int = 1) -> None:

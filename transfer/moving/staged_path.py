@@ -100,7 +100,7 @@ class StagedPath(Path):
             for index, move in paced(enumerate(moves))
             for piece in _pieces(index, move, self._parts(index == 0, index == last and not whole))
         ]
-        if self._storing and moves[0].reachable and not pieces[0].last:
+        if self._storing and pieces and moves[0].reachable and not pieces[0].last:
             self._queue_head(launch, pieces.pop(0))
         first = self._slice_bytes if whole or self._head is not None else FIRST_BYTES
         self._queue_pieces(launch, pieces, first)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import torch
 
@@ -26,6 +26,16 @@ HEAD = 0
 """The entry of what runs move aside, see the staged path; a chunk's is behind it."""
 
 
+class _Run(NamedTuple):
+    """A run whose fingerprints somebody may still read with ``reader``, who then has ``found`` them."""
+
+    over: Any
+    totals: torch.Tensor
+    sums: torch.Tensor
+    found: list[int]
+    reader: ref[Callable[[], list[int]]]
+
+
 class Tally:
     """Of the chunks that one path's kernels move, one run at a time.
 
@@ -39,7 +49,7 @@ class Tally:
         self._device = device
         self._stream = stream
         self._rows, self._where = rows, where
-        self._kept: deque[tuple[Any, tuple[torch.Tensor, ...]]] = deque()
+        self._runs: list[_Run] = []  # that are not over, or not read
         self._spare: list[torch.Tensor] = []
         self._head = self._zeros(1)  # never made anew: another stream than this may be using it
         self._make_room(CHUNKS)
@@ -60,8 +70,7 @@ class Tally:
 
     def begin(self, chunks: int) -> None:
         """Make ready for a run of so many chunks."""
-        while self._kept and self._kept[0][0].query():
-            self._kept.popleft()
+        self._runs = [run for run in self._runs if not self._ends(run)]
         if chunks >= len(self.sums):
             # Kernels that still use the old ones are in front of whatever gets that memory next.
             self._make_room(1 << (chunks - 1).bit_length())
@@ -84,7 +93,6 @@ class Tally:
             head: the first chunk's is in part that of the entry :data:`HEAD`.
         """
         totals = self._totals
-        self._kept.append((over, (totals, self._sums)))
         found: list[int] = []
 
         def read() -> list[int]:
@@ -96,7 +104,22 @@ class Tally:
                 self._spare.append(totals)
             return found
 
+        self._runs.append(_Run(over, totals, self._sums, found, ref(read)))
         return read
+
+    def unused(self) -> None:
+        """The run that began last was given up, and nothing of it is on the device any more."""
+        self._spare.append(self._totals)
+
+    def _ends(self, run: _Run) -> bool:
+        """Whether nobody uses anything of the run any more."""
+        if not run.over.query():
+            return False
+        unread = not run.found
+        if unread and run.reader() is None:
+            self._spare.append(run.totals)
+            return True
+        return not unread
 
     def clear(self) -> None:
         """Queue: forget what was added up."""
