@@ -116,6 +116,7 @@ def test_a_copy_reads_what_was_queued_before_it_and_the_peer_waits_for_the_copy(
     offer = peer.offer(HND, there)
     (own,) = own_caches(NHD)
     with PeerCopy(groups_of([own]), offer, describe(HND)) as copy:
+        own.fill(8)  # loads that kernel, which may wait for the device
         peer.wait(copy.copy([[1]], [[2]]))
         sleep(HERE, HALF_A_SECOND)
         own.fill(7)

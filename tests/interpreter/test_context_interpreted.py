@@ -37,7 +37,7 @@ class LazyEngine:
         self, closing, seed, *, ignores_the_engine=False, slices=2, slice_bytes=512, layers=2
     ):
         self.device = LazyDevice(seed)
-        self.stream = self.device.stream()
+        self.stream = self.device.stream("engine")
         self.cache = make_cache(BY_NAME["kv_first_nhd"], layers=layers, blocks=12)
         self._queued = threading.Semaphore(0)
         engine = self

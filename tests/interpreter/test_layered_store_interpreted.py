@@ -52,7 +52,7 @@ class Marks:
         self._rig, self._step, self._fails_at, self._ignored = rig, step, fails_at, ignored
         self.computed = -1
         self._idle = idle
-        self._stream, self.last_stream = rig.device.stream(), rig.device.stream()
+        self._stream, self.last_stream = rig.device.stream("engine"), rig.device.stream("engine")
         self.asked = []
         self.events = {}
 

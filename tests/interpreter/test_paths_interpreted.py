@@ -169,7 +169,7 @@ def test_a_refused_copy_ends_the_run_and_the_next_one_is_whole(fail_at, path):
 def test_nothing_touches_the_cache_before_what_it_comes_after(path, storing, slice_bytes):
     rig = Rig(path=path, chunks=1, slices=1, slice_bytes=slice_bytes)
     rig.store()
-    engine, event = rig.device.stream(), rig.device.event()
+    engine, event = rig.device.stream("engine"), rig.device.event()
     before = [storage.clone() for storage in rig.cache.storages]
     to = rig.free[: rig.per_chunk]
     rig.device.record(event, engine)

@@ -43,11 +43,11 @@ class LazyDevice:
 
     on = staticmethod(lambda stream: nullcontext())
 
-    def stream(self):
+    def stream(self, use):
         self.streams.append(Stream())
         return self.streams[-1]
 
-    def give_back(self, stream):
+    def give_back(self, stream, use):
         assert not stream.work
         self.streams.remove(stream)
 

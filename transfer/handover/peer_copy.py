@@ -194,13 +194,16 @@ class PeerCopy:
         self.close()
 
 
+_USE = "hand over"
+
+
 class _CopyStream:
     """A stream of a GPU that nobody else uses."""
 
     def __init__(self, device: str) -> None:
         self._device = CudaDevice(device)
         with self._device.current():
-            self._stream = self._device.stream()
+            self._stream = self._device.stream(_USE)
 
     def run(self, launch: Callable[[], None]) -> torch.cuda.Event:
         """Queue what ``launch`` does behind the current stream; the event that it is done."""
@@ -216,7 +219,7 @@ class _CopyStream:
 
     def close(self) -> None:
         """Nothing is queued any more."""
-        self._device.give_back(self._stream)
+        self._device.give_back(self._stream, _USE)
 
 
 def _check_alike(theirs: Sequence[CacheGroup], ours: Sequence[CacheGroup]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -37,7 +38,11 @@ MAX_BATCH = 8000
 READY_MADE = 16
 """Events that wait for the next submits: as many as an engine may make in a step."""
 
-_spare: dict[torch.device, list[torch.cuda.Stream]] = {}
+_spare: defaultdict[tuple[torch.device, str], list[torch.cuda.Stream]] = defaultdict(list)
+"""Streams that were given back, to be used for the same again: CUDA keeps what a stream was first used for
+in mind. In one that once copied to the host, copies to the device carry 0.93 of the link instead of 0.98
+(chunks of 10 MiB, H200, driver 580.159, 30 November 2026)."""
+
 _spare_lock = threading.Lock()
 
 
@@ -54,11 +59,15 @@ class Device(Protocol):
         """Makes the device the calling thread's; the other calls need that."""
         ...
 
-    def stream(self) -> Any:
-        """A stream of the lowest priority that nobody else uses, until it is given back."""
+    def stream(self, use: str) -> Any:
+        """A stream of the lowest priority that nobody else uses, until it is given back.
+
+        Args:
+            use: what goes through it; it was never used for anything else.
+        """
         ...
 
-    def give_back(self, stream: Any) -> None:
+    def give_back(self, stream: Any, use: str) -> None:
         """Nothing is queued in the stream, and its user does not need it any more."""
         ...
 
@@ -137,15 +146,15 @@ class CudaDevice:
     def current(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self._device.index)  # torch takes microseconds to read a name
 
-    def stream(self) -> torch.cuda.Stream:
+    def stream(self, use: str) -> torch.cuda.Stream:
         # They are kept, because call rings are.
         with _spare_lock:
-            spare = _spare.setdefault(self._device, [])
+            spare = _spare[self._device, use]
             return spare.pop() if spare else new_stream(self._device)
 
-    def give_back(self, stream: torch.cuda.Stream) -> None:
+    def give_back(self, stream: torch.cuda.Stream, use: str) -> None:
         with _spare_lock:
-            _spare[self._device].append(stream)
+            _spare[self._device, use].append(stream)
 
     def handle(self, stream: torch.cuda.Stream) -> int:
         return int(stream.cuda_stream)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -108,7 +107,7 @@ class GpuMover:
         if layers is None:
             return self._run(moves, after, storing=True)
         staged = cast("StagedPath", self._at("staged", storing=True))
-        return replace(staged.run_behind(moves, after, layers), note="staged: layer by layer")
+        return staged.run_behind(moves, after, layers)
 
     def scatter(
         self, moves: Sequence[ChunkMove], after: Completion | None, layers: Layers | None = None
@@ -116,7 +115,7 @@ class GpuMover:
         if layers is None:
             return self._run(moves, after, storing=False)
         staged = cast("StagedPath", self._at("staged", storing=False))
-        return replace(staged.run_by_layer(moves, after, layers), note="staged: layer by layer")
+        return staged.run_by_layer(moves, after, layers)
 
     def choose(self, moves: Sequence[ChunkMove], *, storing: bool) -> Choice:
         """The path for some moves, and why."""
@@ -142,7 +141,7 @@ class GpuMover:
         choice = self.choose(moves, storing=storing)
         gentle = self.decoding and storing and choice.path == "staged"
         path = self._at(_GENTLE if gentle else choice.path, storing)
-        return replace(path.run(moves, after), note=choice.why)
+        return path.run(moves, after, choice.why)
 
     def _at(self, name: str, storing: bool) -> Path:
         with self._making:

@@ -63,14 +63,15 @@ class Path(ABC):
         self._marks: deque[Any] = deque()
         self._head: Any = None  # behind what a run has moved aside
 
-    def run(self, moves: Sequence[ChunkMove], after: Completion | None) -> Moved:
-        """Queue the moves; what touches the cache waits for ``after``."""
-        return self._run(moves, after, self._queue_chunks)
+    def run(self, moves: Sequence[ChunkMove], after: Completion | None, note: str) -> Moved:
+        """Queue the moves; what touches the cache waits for ``after``. ``note``: see ``Moved``."""
+        return self._run(moves, after, note, self._queue_chunks)
 
     def _run(
         self,
         moves: Sequence[ChunkMove],
         after: Completion | None,
+        note: str,
         queue: Callable[[Queue, Sequence[ChunkMove]], Steps],
     ) -> Moved:
         device = self._device
@@ -93,7 +94,8 @@ class Path(ABC):
                 EventCompletion(cache_free),
                 EventCompletion(done),
                 self._tally.when(done, len(moves), head=self._head is not None),
-                layers=steps,
+                note,
+                steps,
             )
 
     def open(self) -> None:
@@ -109,12 +111,13 @@ class Path(ABC):
             self._queued = 0
             self._marks.clear()  # of streams that a device that stopped may still hold
             self._copy = self._prepare()
-            self._kernels, self._link = self._streams = [device.stream(), device.stream()]
+            self._streams: list[tuple[Any, str]] = []
             try:
+                self._kernels, self._link = self._stream("kernels"), self._stream("link")
                 self._tally = Tally(device, self._kernels, self._copy.plan.rows, self._where)
                 self._make_ready()
                 # Memory made in the one stream is also used in the others.
-                for stream in self._streams[1:]:
+                for stream, _ in self._streams[1:]:
                     device.wait(stream, self._point(self._kernels))
             except BaseException:
                 self._give_back_streams()
@@ -131,9 +134,16 @@ class Path(ABC):
         self._is_open = False
 
     def _give_back_streams(self) -> None:
-        for stream in self._streams:
+        for stream, use in self._streams:
             self._device.synchronize(stream)
-            self._device.give_back(stream)
+            self._device.give_back(stream, use)
+
+    def _stream(self, part: str) -> Any:
+        """A stream of this path's, for one part of its work."""
+        use = f"{'store' if self._storing else 'load'}: {part}"
+        stream = self._device.stream(use)
+        self._streams.append((stream, use))
+        return stream
 
     def _abandon(self, error: BaseException) -> None:
         """After a run that failed half-way: wait for what was queued, for it still uses the blocks and the
@@ -144,14 +154,14 @@ class Path(ABC):
                 whoever was told that it is over would give its blocks to others.
         """
         try:
-            for stream in self._streams[1:]:
+            for stream, _ in self._streams[1:]:
                 self._device.wait(self._kernels, self._point(stream))
             self._tally.clear()
             cleared = True
         except Exception:
             logger.exception("fingerprints could not be cleared; everything is made anew")
             cleared = False
-        marks = [self._point(stream) for stream in self._streams]
+        marks = [self._point(stream) for stream, _ in self._streams]
         while not all(self._device.finish(mark, PATIENCE) for mark in marks):
             logger.error("the device has not finished a failed transfer in %g s", PATIENCE)
             if self._storing:

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from .device import Device
     from .moves import ChunkMove, Completion, LayerMarks, Moved, Steps
 
+BY_LAYER = "staged: layer by layer"
+
 _ENDS = ((False, False), (True, False), (False, True), (True, True))
 
 
@@ -85,8 +87,7 @@ class StagedPath(Path):
         # New ones, also where a device that stopped still holds older ones.
         self._slices = deque(_Slice(piece, self._device) for piece in self._memory)
         if self._storing:
-            self._aside = self._device.stream()
-            self._streams.append(self._aside)
+            self._aside = self._stream("head")
 
     def _let_go(self) -> None:
         self._slices.clear()
@@ -134,7 +135,9 @@ class StagedPath(Path):
         Args:
             layers: see :meth:`ChunkCopy.cut`.
         """
-        return self._run(moves, after, lambda launch, _: self._queue_layers(launch, moves, layers))
+        return self._run(
+            moves, after, BY_LAYER, lambda launch, _: self._queue_layers(launch, moves, layers)
+        )
 
     def _queue_layers(self, launch: Queue, moves: Sequence[ChunkMove], layers: Layers) -> Steps:
         parts = self._cut_by_layer(layer_sizes(self._within_slice()), layers)
@@ -151,7 +154,9 @@ class StagedPath(Path):
         self, moves: Sequence[ChunkMove], after: Completion | None, marks: LayerMarks
     ) -> Moved:
         """:meth:`run` of a store behind an engine that still computes the layers."""
-        return self._run(moves, after, lambda launch, _: self._queue_behind(launch, moves, marks))
+        return self._run(
+            moves, after, BY_LAYER, lambda launch, _: self._queue_behind(launch, moves, marks)
+        )
 
     def _queue_behind(self, launch: Queue, moves: Sequence[ChunkMove], marks: LayerMarks) -> Steps:
         ends = layer_ends(sorted(set(itertools.chain(*marks.order))))
