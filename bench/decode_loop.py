@@ -7,41 +7,29 @@ turn, and what was copied meanwhile stands beside each time.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from . import cases
-from .baselines import TO_HOST, enter
 from .cases import Case
+from .flows import BOTH, traffic
 from .loops import GraphLoop, decode_steps, gemm_steps
-from .moving import Transfer
-from .results import OURS, Row, with_ratios
-from .saturation import ALONE, Flow, time_beside
-from .streams import new_stream, on, point_in
+from .results import Row, with_ratios
+from .saturation import ALONE, time_beside
 from .timing import Contender, measure
-from .trials import DIRECTIONS, Trial
-from .two_way import BOTH
-from .workload import set_up, set_up_both
+from .trials import DIRECTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from lmcache_kernels.transfer.moving.moves import Completion
-
+    from .flows import Traffic
     from .loops import Steps
     from .rig import Rig
     from .saturation import Loop
     from .timing import Spread
 
 CASE = Case(cases.LLAMA_8B, cases.KV_FIRST)
-STAGED = "lmcache_staged"
-PLAIN = "plain_copies"
-"""Between pinned memory and the device, as fast as the link is: what no transfer disturbs less."""
-
 COPY = "hbm_copy"
 COPY_BYTES = 2 << 30
 ROUNDS = 8
@@ -63,53 +51,11 @@ def run(part: str, rig: Rig) -> list[Row]:
     loop = GraphLoop(steps, rig.device)
     copy = measure([_device_copy(rig.device)], ROUNDS, rig.clock) if steps.nbytes else {}
     rows = []
-    with traffic(rig, decoding=part == DECODE) as both:
+    with traffic(rig, CASE, decoding=part == DECODE) as both:
         for mode in modes:
             rows.append(measure_beside(part, mode, loop, steps.nbytes, both, rig, copy))
             print(line(rows[-1]), flush=True)
     return rows
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Attributes:
-    flows: per contender and direction.
-    exact: ours moved the right bytes.
-    absent: why LMCache has none.
-    """
-
-    flows: dict[str, dict[str, Flow]]
-    exact: bool
-    absent: dict[str, str]
-    run_bytes: int
-
-
-@contextmanager
-def traffic(rig: Rig, *, decoding: bool) -> Iterator[Traffic]:
-    """What fills the link, both directions of everyone.
-
-    Args:
-        decoding: what our mover is told of the engine.
-    """
-    works = set_up_both(CASE, rig.options.size_mb << 20, rig.device, rig.memory)
-    mover = rig.open_mover(works[0])
-    mover.decoding = decoding
-    try:
-        ours = {work.trial.direction: Transfer.of(mover, work) for work in works}
-        works[0].poison()
-        exact = all(transfer.is_exact() for transfer in ours.values())
-        theirs, absent = staged_flows(rig)
-        flows = {
-            OURS: {direction: flow_of(one) for direction, one in ours.items()},
-            PLAIN: {
-                direction: Flow(direction, partial(rig.link.queue, work.gathers), rig.link.nbytes)
-                for direction, work in zip(ours, works, strict=True)
-            },
-            **theirs,
-        }
-        yield Traffic(flows, exact, absent, works[0].run_bytes)
-    finally:
-        mover.close()
 
 
 def measure_beside(
@@ -149,31 +95,6 @@ def measure_beside(
             beside=found.rates,
         )
     )
-
-
-def flow_of(transfer: Transfer) -> Flow:
-    """Ours."""
-    direction, nbytes = transfer.work.trial.direction, transfer.work.moved
-    return Flow(direction, lambda: transfer.queue(transfer.mover.ready()).done, nbytes)
-
-
-def staged_flows(rig: Rig) -> tuple[dict[str, dict[str, Flow]], dict[str, str]]:
-    """LMCache's, each on a stream and in a cache of its own; or why there is none."""
-    flows = {}
-    for direction in DIRECTIONS:
-        work = set_up(Trial(CASE, direction, rig.options.size_mb << 20), rig.device, rig.memory)
-        found, absent = enter(work, {STAGED: TO_HOST[STAGED]})
-        if absent:
-            return {}, absent
-        queue = partial(_queue_on, new_stream(rig.device), found[0])
-        flows[direction] = Flow(direction, queue, found[0].moved)
-    return {STAGED: flows}, {}
-
-
-def _queue_on(stream: torch.cuda.Stream | None, contender: Contender) -> Completion:
-    with on(stream):
-        contender.run()
-    return point_in(stream)
 
 
 def _device_copy(device: str) -> Contender:

@@ -1,6 +1,6 @@
 """The transfer engine: how full the link is, what decoding pays for it, and what the host pays.
 
-Parts are chosen by title: ``--only link``, ``--only two-way``, ``decode``, ``gemm``, ``latency`` or
+Parts are chosen by title: ``--only link``, ``two-way``, ``sustained``, ``decode``, ``gemm``, ``latency`` or
 ``submit``, or anything else that a title has in it.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import decode_loop, latency, layers, link, submit_cost, two_way
+from . import decode_loop, latency, layers, link, submit_cost, sustained, two_way
 from .rig import Rig
 from .timing import DeviceClock
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PARTS: dict[str, Callable[[Rig], list[Row]]] = {
     link.PART: link.run,
     two_way.PART: two_way.run,
+    sustained.PART: sustained.run,
     **{part: partial(decode_loop.run, part) for part in decode_loop.PARTS},
     layers.PART: layers.run,
     latency.PART: latency.run,

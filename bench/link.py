@@ -90,6 +90,7 @@ def measure_link(trial: Trial, rig: Rig) -> Row:
             moved={c.name: c.moved for c in contenders if c.moved != work.moved},
             absent=absent,
             parts=parts,
+            path=ours.path(),
         )
     )
 
@@ -125,9 +126,10 @@ def line(row: Row) -> str:
         for name in row.seconds
         if name not in (OURS, row.ceiling)
     )
+    path = f"  {row.path}" if row.path else ""
     host = ", ".join(f"{name} {seconds * 1e6:.0f}" for name, seconds in row.parts.items())
     exact = "" if row.bit_exact else "  NOT BIT-EXACT"
     return (
         f"{row.title:58} {row.gb_s(OURS):5.1f} GB/s  {row.of_ceiling(OURS):.3f} of the link  "
-        f"{others}" + (f"  (us: {host})" if host else "") + exact
+        f"{others}{path}" + (f"  (us: {host})" if host else "") + exact
     )

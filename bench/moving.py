@@ -138,6 +138,12 @@ class Transfer:
         """Move everything as if it were work of the current stream."""
         join(self.mover, self.queue(self.mover.ready()))
 
+    def path(self) -> str:
+        """Which way they go."""
+        if not isinstance(self.mover, GpuMover):
+            return ""
+        return self.mover.choose(self.moves, storing=self.work.gathers).path
+
     def is_exact(self) -> bool:
         """Move everything once; is all of it right? The caller spoils what is written before."""
         moved = self.queue(self.mover.ready())

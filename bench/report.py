@@ -62,7 +62,7 @@ ABOUT = {
     "Heads a-b: only these heads of the source, which are all that the destination has.",
     "engine": "Whole chunks between a cache and pinned host memory, with checksums. Link: every layout, "
     "one way; the ceiling is one plain copy of 256 MiB. Two-way: both at once; the ceiling is two plain "
-    "copies at once. Decode and gemm: how much longer a step of a loop takes while copies fill the link, "
+    "copies at once. Sustained: both without a pause for a while. Decode and gemm: how much longer a step of a loop takes while copies fill the link, "
     "and what was copied meanwhile. Latency: through a server process, from the call until the result. "
     "Submit: what handing over a store costs the engine's thread.",
     "sweep": "Tile shapes of the kernel against each other; ours is the one the library picks.",
@@ -153,7 +153,7 @@ def _times(rows: Sequence[Row]) -> str:
         f'<th scope="col">{name}</th>'
         for name in (
             *("case", "run, B", "who", "MB", "p20, us", "p50, us", "p80, us", "p99, us"),
-            *("GB/s", "of ceiling", "ours is times as fast", "bit-exact", "parts, us"),
+            *("GB/s", "of ceiling", "ours is times as fast", "bit-exact", "path", "parts, us"),
         )
     )
     lines = "\n".join(_line(row, name) for row in rows for name in row.seconds)
@@ -177,6 +177,7 @@ def _line(row: Row, name: str) -> str:
         f"{row.of_ceiling(name):.3f}" if row.ceiling else "",
         f"{row.ratios[name]:.2f}" if name in row.ratios else "",
         "" if name != OURS else "yes" if row.bit_exact else '<span class="bad">NO</span>',
+        "" if name != OURS else escape(row.path),
         "" if name != OURS else _parts(row),
     ]
     data = "".join(f"<td>{cell}</td>" for cell in cells)

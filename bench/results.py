@@ -54,6 +54,7 @@ class Row:
         ratios: per other contender, the rate of ours over its rate.
         absent: why a contender did not take part.
         parts: where the time of ours went, in seconds.
+        path: which way ours went, where there are several.
         part: of a benchmark that has several.
         beside: for a loop that is timed while a contender copies: per contender and direction, the
             bytes a second that it copied. Its ``seconds`` are of a step of the loop, and the ceiling
@@ -75,6 +76,7 @@ class Row:
     ratios: dict[str, float] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
+    path: str = ""
     part: str = ""
     beside: dict[str, dict[str, float]] = field(default_factory=dict)
 

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lmcache_kernels.transfer.moving.calibration import calibrate
+from lmcache_kernels.transfer.moving.planner import Planner
+
 from .moving import host_slots, open_mover
 from .plain_link import PlainLink
 from .results import title_of
@@ -55,8 +58,13 @@ class Rig:
         """Made when it is first asked for; it holds a gigabyte."""
         return PlainLink(self.device)
 
+    @cached_property
+    def planner(self) -> Planner:
+        """Of this machine, which is measured for it when it is first asked for."""
+        return Planner(None if self.device == "cpu" else calibrate(self.device).samples)
+
     def open_mover(self, work: Workload) -> Mover:
-        return open_mover(work, self.mover, self.clock)
+        return open_mover(work, {"planner": self.planner, **self.mover}, self.clock)
 
     def wants(self, part: str, case: str, direction: str, mib: int = 0) -> bool:
         """Is this row to be measured?"""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from . import cases
 from .baselines import TO_HOST, enter
 from .cases import Case
+from .flows import BOTH, STAGED
 from .link import line
 from .moving import Transfer, finish, join
 from .plain_link import CEILING
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from .rig import Rig
 
-PART, BOTH = "two-way", "both"
+PART = "two-way"
 FEW = (
     Case(cases.LLAMA_8B, cases.KV_FIRST),
     Case(cases.LLAMA_8B, cases.KV_FIRST_HND),
@@ -105,17 +106,17 @@ def measure_both(case: Case, rig: Rig) -> Row:
             seconds=seconds,
             moved={CEILING: 2 * rig.link.nbytes},
             absent=absent,
+            path=", ".join(sorted({ours.out.path(), ours.into.path()})),
         )
     )
 
 
 def staged_both_ways(case: Case, rig: Rig) -> tuple[list[Contender], dict[str, str]]:
     """LMCache's staged path both ways, each on a stream and in a cache of its own."""
-    name = "lmcache_staged"
     streams, halves = [new_stream(rig.device) for _ in DIRECTIONS], []
     for direction in DIRECTIONS:
         work = set_up(Trial(case, direction, rig.options.size_mb << 20), rig.device, rig.memory)
-        found, absent = enter(work, {name: TO_HOST[name]})
+        found, absent = enter(work, {STAGED: TO_HOST[STAGED]})
         if absent:
             return [], absent
         halves += found
@@ -126,4 +127,4 @@ def staged_both_ways(case: Case, rig: Rig) -> tuple[list[Contender], dict[str, s
                 with on(stream):
                     half.run()
 
-    return [Contender(name, run, sum(half.moved for half in halves))], {}
+    return [Contender(STAGED, run, sum(half.moved for half in halves))], {}

@@ -8,8 +8,9 @@ import time
 import pytest
 import torch
 
-from bench import decode_loop
+from bench import decode_loop, sustained
 from bench.cases import KV_FIRST, Case, Model
+from bench.flows import traffic
 from bench.loops import LAYERS, LLAMA_8B_SHAPES, decode_steps, gemm_steps
 from bench.results import problems
 from bench.saturation import (
@@ -150,7 +151,7 @@ def test_a_mode_becomes_a_row(rig, mode, monkeypatch, make_document):
     monkeypatch.setattr(decode_loop, "CASE", TINY)
     copy = {"hbm_copy": Spread(1.0, 1.0, 1.0)}
     loop = Scripted([1e-3] * 9)
-    with decode_loop.traffic(rig, decoding=True) as both:
+    with traffic(rig, TINY, decoding=True) as both:
         row = decode_loop.measure_beside("decode", mode, loop, 7, both, rig, copy)
     assert row.bit_exact
     assert row.title == f"decode {TINY.name} {mode}"
@@ -170,10 +171,21 @@ def test_a_mode_becomes_a_row(rig, mode, monkeypatch, make_document):
 
 def test_a_loop_that_memory_does_not_limit_counts_no_bytes(rig, monkeypatch, make_document):
     monkeypatch.setattr(decode_loop, "CASE", TINY)
-    with decode_loop.traffic(rig, decoding=True) as both:
+    with traffic(rig, TINY, decoding=True) as both:
         loop = Scripted([1e-3] * 9)
         row = decode_loop.measure_beside("gemm", "gather", loop, 0, both, rig, {})
     assert row.moved == {}
+    assert problems(make_document(row)) == []
+
+
+def test_what_goes_on_both_ways_becomes_a_row(rig, tiny_case, make_document):
+    with traffic(rig, tiny_case, decoding=False) as both:
+        row = sustained.measure_sustained(tiny_case, both, rig, seconds=0.01)
+    assert row.bit_exact
+    assert row.title == f"sustained {tiny_case.name} both, 1024 MiB"
+    assert set(row.seconds) == {"ours", "plain_copies"}
+    assert set(row.absent) == {"lmcache_staged"}
+    assert row.of_ceiling("ours") == row.ratios["plain_copies"]
     assert problems(make_document(row)) == []
 
 
