@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -202,6 +203,45 @@ def test_memory_that_kernels_do_not_reach_goes_through_slices():
     assert rig.mover.choose(rig.moves(), storing=True).path == "direct"
 
 
+@pytest.mark.parametrize("slices", [1, 2, 3])
+def test_the_copies_of_a_load_that_have_slices_begin_before_its_ids_are_made_ready(slices):
+    rig = Rig(chunks=1, slices=slices, slice_bytes=512)
+    rig.store()
+    path = rig.mover._at("staged", storing=False)
+    path.open()
+    queued, copied = path._copy.queued, []
+    before = rig.device.copies
+
+    @contextmanager
+    def watched(*arguments):
+        copied.append(rig.device.copies - before)
+        with queued(*arguments) as launch:
+            yield launch
+
+    path._copy.queued = watched
+    to = rig.free[: rig.per_chunk]
+    rig.mover.scatter(rig.moves([to]), None)
+    rig.device.settle()
+    assert copied == [slices]
+    assert torch.equal(oracle_chunk(rig.cache, to), rig.payload(0))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_ids_that_are_no_blocks_leave_nothing_under_way_and_the_next_load_is_whole(path):
+    rig = Rig(chunks=1, slices=2, slice_bytes=512, path=path)
+    sums = rig.store()
+    before = [storage.clone() for storage in rig.cache.storages]
+    to = rig.free[: rig.per_chunk]
+    with pytest.raises(LayoutError, match="ids"):
+        rig.mover.scatter(rig.moves([[40, *to[1:]]]), None)
+    assert not any(stream.work for stream in rig.device.streams)
+    assert all(torch.equal(old, new) for old, new in zip(before, rig.cache.storages, strict=True))
+    moved = rig.mover.scatter(rig.moves([to]), None)
+    rig.device.settle()
+    assert moved.fingerprints() == sums
+    assert torch.equal(oracle_chunk(rig.cache, to), rig.payload(0))
+
+
 def test_a_path_that_does_not_exist_is_refused():
     with pytest.raises(ConfigError, match="staged, direct, batch"):
         Rig(path="scenic")
@@ -371,7 +411,7 @@ def test_stores_beside_decoding_go_through_small_slices():
     assert rig.store() == sums
     assert bytes(rig.host.numpy()) == whole
     usual, gentle = (rig.mover._at(name, storing=True) for name in ("staged", "gentle"))
-    assert usual._memory.shape == (slice_plan.STORE_SLICES, slice_plan.STORE_BYTES)
+    assert usual._memory.shape == (slice_plan.SLICES, slice_plan.SLICE_BYTES)
     assert gentle._memory.shape == (slice_plan.GENTLE_SLICES, slice_plan.GENTLE_BYTES)
     assert gentle._queued > 0
     before = usual._queued
@@ -452,7 +492,7 @@ def test_a_device_that_has_stopped_is_an_error(monkeypatch):
     with pytest.raises(StillMovingError):
         rig.mover.gather(rig.moves(), None)
     path.open()
-    assert len(path._slices) == slice_plan.STORE_SLICES
+    assert len(path._slices) == slice_plan.SLICES
     assert not path._marks
     rig.device.stopped = False
     rig.device.settle()

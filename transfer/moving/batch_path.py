@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lmcache_kernels.chunk_copy import Queue
     from lmcache_kernels.copy_plan import Leg
     from lmcache_kernels.plane import Plane
 
     from .moves import ChunkMove
+    from .path import Launches
 
 
 class BatchPath(WholeChunkPath):
@@ -39,7 +39,7 @@ class BatchPath(WholeChunkPath):
         super()._wait_for(event)
         self._device.wait(self._link, event)
 
-    def _queue_chunk(self, launch: Queue, index: int, move: ChunkMove) -> None:
+    def _queue_chunk(self, launches: Launches, index: int, move: ChunkMove) -> None:
         self._pace(3)
         cache, host, sizes = self._addresses(move)
         to, origin = (host, cache) if self._storing else (cache, host)
@@ -47,7 +47,7 @@ class BatchPath(WholeChunkPath):
         if not self._storing:
             self._device.wait(self._kernels, self._point(self._link))
         # The address of a chunk that is not written says nothing.
-        self._launch(launch, index, self._whole, 0, last=True)
+        self._launch(launches, index, self._whole, 0, last=True)
 
     def _ends(self) -> tuple[Any, Any]:
         self._device.wait(self._kernels, self._point(self._link))

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from .whole_chunk_path import WholeChunkPath
 
 if TYPE_CHECKING:
-    from lmcache_kernels.chunk_copy import Queue
-
     from .moves import ChunkMove
+    from .path import Launches
 
 PROGRAMS = 32
 """On the grid: enough for the link (H200, PCIe 5 x16, 30 November 2026: 16 reach 51-52 of 55 GB/s)."""
@@ -23,8 +22,8 @@ PROGRAMS = 32
 class DirectPath(WholeChunkPath):
     """See the module. Host memory must be pinned, and kernels find it at the host's addresses."""
 
-    def _queue_chunk(self, launch: Queue, index: int, move: ChunkMove) -> None:
-        self._launch(launch, index, self._whole, move.address, last=True)
+    def _queue_chunk(self, launches: Launches, index: int, move: ChunkMove) -> None:
+        self._launch(launches, index, self._whole, move.address, last=True)
 
     def _ends(self) -> tuple[Any, Any]:
         over = self._point(self._kernels)

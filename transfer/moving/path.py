@@ -6,6 +6,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lmcache_kernels.errors import TransferFailed
@@ -16,13 +17,17 @@ from .moves import All, Moved, Over, StillMovingError
 from .tally import HEAD, Tally
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+    from typing import TypeAlias
 
     from lmcache_kernels.chunk_copy import ChunkCopy, ChunkPart, Queue
 
     from .device import Device
     from .moves import ChunkMove, Completion, Steps
 
+    Launches: TypeAlias = Callable[[], Queue]
+    """Gives what launches parts of the moves, see :meth:`ChunkCopy.queued`."""
 
 MARK_EVERY, MARKS = 200, 2
 """At most so many operations times so many (and one more) are queued in a stream: CUDA takes about a
@@ -72,7 +77,7 @@ class Path(ABC):
         moves: Sequence[ChunkMove],
         after: Completion | None,
         note: str,
-        queue: Callable[[Queue, Sequence[ChunkMove]], Steps],
+        queue: Callable[[Launches, Sequence[ChunkMove]], Steps],
     ) -> Moved:
         device = self._device
         with device.current():
@@ -81,12 +86,11 @@ class Path(ABC):
             self._head = None
             try:
                 self._pace(OPERATIONS_OF_A_RUN)
-                device.make_events(self._kernels)
                 self._come_after(after)
-                handle = device.handle(self._kernels)
-                with self._copy.queued(paced(move.blocks for move in moves), handle) as launch:
-                    steps = queue(launch, moves)
+                with self._launches(moves) as launches:
+                    steps = queue(launches, moves)
                 cache_free, done = self._ends()
+                device.make_events(self._kernels)
             except BaseException as error:
                 self._abandon(error)
                 raise
@@ -97,6 +101,16 @@ class Path(ABC):
                 note,
                 steps,
             )
+
+    @contextmanager
+    def _launches(self, moves: Sequence[ChunkMove]) -> Iterator[Launches]:
+        """Make the ids of the moves ready: before anything else is queued, for it may trust them."""
+        with self._ids_of(moves) as launch:
+            yield lambda: launch
+
+    def _ids_of(self, moves: Sequence[ChunkMove]) -> AbstractContextManager[Queue]:
+        ids = paced(move.blocks for move in moves)
+        return self._copy.queued(ids, self._device.handle(self._kernels))
 
     def open(self) -> None:
         """Make everything ready, if it is not: compiles kernels.
@@ -208,7 +222,7 @@ class Path(ABC):
 
     def _launch(
         self,
-        launch: Queue,
+        launches: Launches,
         chunk: int,
         part: ChunkPart,
         address: int,
@@ -228,7 +242,7 @@ class Path(ABC):
             bound = self._device.handle(stream), aside[1]
         total_at = self._tally.total_at(entry) if last else 0
         sums = self._tally.sums[entry]
-        self._device.run(stream, launch, chunk, part, address, sums, total_at, bound)
+        self._device.run(stream, launches(), chunk, part, address, sums, total_at, bound)
 
     def _wait_for(self, event: Any) -> None:
         """Let what touches the cache wait."""
@@ -242,11 +256,11 @@ class Path(ABC):
         """Give that back."""
 
     @abstractmethod
-    def _queue_chunks(self, launch: Queue, moves: Sequence[ChunkMove]) -> Steps:
+    def _queue_chunks(self, launches: Launches, moves: Sequence[ChunkMove]) -> Steps:
         """Queue all chunks of a run.
 
         Args:
-            launch: see :meth:`ChunkCopy.queued`; a chunk is named by its place in ``moves``.
+            launches: whose chunks are named by their place in ``moves``.
         """
 
     @abstractmethod

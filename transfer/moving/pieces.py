@@ -59,44 +59,55 @@ class Piece(NamedTuple):
         return itertools.pairwise((first, *cuts, end))
 
 
-def gap_between(before: Piece, piece: Piece) -> int | None:
+class Contents(NamedTuple):
+    """Pieces in a slice.
+
+    Attributes:
+        gaps: between each two of them, bytes that one copy reads too; None where it may not.
+        starts: where the payload of each would begin for its part to lie where it does.
+    """
+
+    pieces: list[Piece]
+    gaps: list[int | None]
+    starts: list[int]
+
+    @classmethod
+    def at(cls, address: int, pieces: list[Piece], *, storing: bool) -> Contents:
+        """In the slice at ``address``, one behind the other.
+
+        A part is as far from the last as in host memory, where one copy brings both.
+        """
+        gaps = [None if storing else _gap(*pair) for pair in itertools.pairwise(pieces)]
+        starts = []
+        for piece, gap in zip(pieces, (*gaps, None), strict=True):
+            starts.append(address - piece.part.offset)
+            address += piece.size() if gap is None else piece.part.nbytes + gap
+        return cls(pieces, gaps, starts)
+
+    def end(self) -> int:
+        """The address behind them."""
+        return self.starts[-1] + self.pieces[-1].end()
+
+    def copies(self) -> list[tuple[int, int, int]]:
+        """Address in the slice, address in host memory and bytes of every copy."""
+        copies: list[tuple[int, int, int]] = []
+        for piece, gap, start in zip(self.pieces, (None, *self.gaps), self.starts, strict=True):
+            for first, end in piece.ranges():
+                if gap is not None and first == piece.part.offset:
+                    here, there, nbytes = copies[-1]
+                    copies[-1] = here, there, nbytes + gap + end - first
+                else:
+                    copies.append((start + first, piece.move.address + first, end - first))
+        return copies
+
+
+def _gap(before: Piece, piece: Piece) -> int | None:
     """Bytes between two payloads that one load may read too; None if it may not."""
     one_copy = before.last_region() == piece.region()
     if not (one_copy and before.move.reachable and piece.move.reachable):
         return None
     gap = piece.begin() - (before.begin() + before.part.nbytes)
     return gap if 0 <= gap <= NEAR_BYTES and gap % ALIGN == -before.part.nbytes % ALIGN else None
-
-
-def starts_of(pieces: list[Piece], gaps: list[int | None], address: int) -> list[int]:
-    """Where the payload of each would begin for its part to lie in the slice at ``address``.
-
-    A part is as far from the last as in host memory, where one copy brings both.
-    """
-    starts = []
-    for piece, gap in zip(pieces, (*gaps, None), strict=True):
-        starts.append(address - piece.part.offset)
-        address += piece.size() if gap is None else piece.part.nbytes + gap
-    return starts
-
-
-def copies_of(
-    pieces: list[Piece], gaps: list[int | None], starts: list[int]
-) -> list[tuple[int, int, int]]:
-    """Address in the slice, address in host memory and bytes of every copy.
-
-    Args:
-        starts: see :func:`starts_of`.
-    """
-    copies: list[tuple[int, int, int]] = []
-    for piece, gap, start in zip(pieces, (None, *gaps), starts, strict=True):
-        for first, end in piece.ranges():
-            if gap is not None and first == piece.part.offset:
-                here, there, nbytes = copies[-1]
-                copies[-1] = here, there, nbytes + gap + end - first
-            else:
-                copies.append((start + first, piece.move.address + first, end - first))
-    return copies
 
 
 def aligned(nbytes: int) -> int:

@@ -21,6 +21,8 @@ second. Longer, it slows decoding several times (H200: kernels on pinned memory 
 2026)."""
 
 DISTURBING = {"direct"}
+QUICKER = 1.1
+"""Such a path is worth it only where the best other takes so many times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +88,15 @@ class Planner:
 
     def allowed(self, job: Job, possible: Sequence[str]) -> dict[str, float]:
         """Expected seconds of the paths that may be taken."""
+        expected = {
+            path: seconds for path in possible if (seconds := self.seconds(path, job)) is not None
+        }
+        others = [seconds for path, seconds in expected.items() if path not in DISTURBING]
+        most = min([DISTURBING_SECONDS[job.decoding], *(seconds / QUICKER for seconds in others)])
         return {
             path: seconds
-            for path in possible
-            if (seconds := self.seconds(path, job)) is not None
-            and not (path in DISTURBING and seconds > DISTURBING_SECONDS[job.decoding])
+            for path, seconds in expected.items()
+            if path not in DISTURBING or seconds <= most
         }
 
     def seconds(self, path: str, job: Job) -> float | None:

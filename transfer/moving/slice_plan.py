@@ -9,11 +9,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-STORE_SLICES, STORE_BYTES = 3, 16 << 20
-"""How many slices a store has, and the most bytes of one: one on the link, one at the kernel, one between
-them. The copy engine rests some 2 us between two calls, so slices of 2, 4, 8 and 16 MiB carry 0.95,
-0.97, 0.98 and 0.99 of the link. Beside matrix products of 1.5 ms, which a kernel waits for, they bound
-the rate: 33 GB/s (H200, PCIe 5 x16, driver 580.159, 30 November 2026)."""
+SLICES, SLICE_BYTES = 2, 41 << 20
+"""How many slices a direction has, and the most bytes of one: one is on the link while a kernel fills or
+empties the other. 40 MiB are four chunks of 10 MiB, or two of 17 to 20, with room between them. The copy
+engine rests 2 to 3 us between two calls and the host needs 50 to 100 us for a slice, so slices of 2, 4, 8
+and 16 MiB carry 0.95, 0.97, 0.98 and 0.99 of the link, and less where the host is slow. Beside matrix
+products of 1.5 ms, which a kernel waits for, they bound the rate of stores (H200, PCIe 5 x16, driver
+580.159, 30 November 2026)."""
 
 GENTLE_SLICES, GENTLE_BYTES = 2, 6 << 20
 """Of a store while the engine decodes: what the kernel wrote is still in the L2 cache when the copy engine
@@ -21,8 +23,10 @@ reads it, which spares the memory two thirds of the traffic. A decode loop is sl
 stores, by 1.044 beside those through larger slices; but matrix products of 1.5 ms leave them 10 GB/s
 (measured likewise)."""
 
-LOAD_SLICES, LOAD_BYTES = 2, 32 << 20
-"""Of a load, whose slices gain nothing from the L2 cache. Measured likewise."""
+HEAD_BYTES = 3 << 20
+"""Of the first part of a store, which a kernel writes to host memory itself while the first slice is
+filled: with 1 MiB, 8 MiB reach 0.89 to 0.92 of the link, with 2, 3, 4 and 6 MiB 0.90, 0.92, 0.90 and 0.90
+at least (measured likewise)."""
 
 FIRST_BYTES = 1 << 20
 """Of the slice at the end of the pipeline where one engine waits for the other: the first of a store
@@ -45,9 +49,9 @@ def part_sizes(nbytes: int, most: int, *, small_first: bool, small_last: bool) -
         most: bytes of a slice.
         small_first, small_last: this end of the chunk is an end of the pipeline.
     """
-    small = min(FIRST_BYTES, most, nbytes)
-    first = [small] if small_first else []
-    last = [small] if small_last and not small_first else []
+    head = max(min(HEAD_BYTES, nbytes // 2), FIRST_BYTES)
+    first = [min(head, most, nbytes)] if small_first else []
+    last = [min(FIRST_BYTES, most, nbytes)] if small_last and not small_first else []
     rest = nbytes - sum(first) - sum(last)
     count = -(-rest // most)
     middle = [-(-rest // count)] * count if count else []

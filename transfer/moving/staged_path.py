@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,14 +22,12 @@ from lmcache_kernels.transfer.pacing import paced
 
 from .device import EventCompletion
 from .path import Path
-from .pieces import ALIGN, Piece, aligned, copies_of, gap_between, starts_of
+from .pieces import ALIGN, Contents, Piece, aligned
 from .slice_plan import (
     FIRST_BYTES,
     HEAD_PROGRAMS,
-    LOAD_BYTES,
-    LOAD_SLICES,
-    STORE_BYTES,
-    STORE_SLICES,
+    SLICE_BYTES,
+    SLICES,
     WHOLE_BYTES,
     fill,
     layer_ends,
@@ -36,13 +36,17 @@ from .slice_plan import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import TypeAlias
 
-    from lmcache_kernels.chunk_copy import ChunkCopy, ChunkPart, Layers, Queue
+    from lmcache_kernels.chunk_copy import ChunkCopy, ChunkPart, Layers
     from lmcache_kernels.chunk_layout import ChunkLayout
 
     from .device import Device
     from .moves import ChunkMove, Completion, LayerMarks, Moved, Steps
+    from .path import Launches
+
+    _Filled: TypeAlias = "tuple[_Slice, Contents]"
 
 BY_LAYER = "staged: layer by layer"
 
@@ -70,9 +74,8 @@ class StagedPath(Path):
     ) -> None:
         super().__init__(device, prepare, where, storing=storing)
         self._nbytes = layout.nbytes
-        count, most = (STORE_SLICES, STORE_BYTES) if storing else (LOAD_SLICES, LOAD_BYTES)
-        self._count = slices or count
-        self._slice_bytes = aligned(slice_bytes or most)
+        self._count = slices or SLICES
+        self._slice_bytes = aligned(slice_bytes or SLICE_BYTES)
         self._slices: deque[_Slice] = deque()
         self._cuts: dict[tuple[bool, bool], list[ChunkPart]] = {}
         self._layer_cut: list[ChunkPart] = []
@@ -93,7 +96,17 @@ class StagedPath(Path):
         self._slices.clear()
         del self._memory
 
-    def _queue_chunks(self, launch: Queue, moves: Sequence[ChunkMove]) -> Steps:
+    @contextmanager
+    def _launches(self, moves: Sequence[ChunkMove]) -> Iterator[Launches]:
+        """A load's ids are made ready for its first kernel: its copies into slices can begin before."""
+        if self._storing:
+            with super()._launches(moves) as launches:
+                yield launches
+            return
+        with ExitStack() as stack:
+            yield cache(lambda: stack.enter_context(self._ids_of(moves)))
+
+    def _queue_chunks(self, launches: Launches, moves: Sequence[ChunkMove]) -> Steps:
         last = len(moves) - 1
         whole = not self._storing and len(moves) * self._nbytes <= WHOLE_BYTES
         pieces = [
@@ -102,9 +115,9 @@ class StagedPath(Path):
             for piece in _pieces(index, move, self._parts(index == 0, index == last and not whole))
         ]
         if self._storing and pieces and moves[0].reachable and not pieces[0].last:
-            self._queue_head(launch, pieces.pop(0))
+            self._queue_head(launches, pieces.pop(0))
         first = self._slice_bytes if whole or self._head is not None else FIRST_BYTES
-        self._queue_pieces(launch, pieces, first)
+        self._queue_pieces(launches, pieces, first)
         return ()
 
     def _wait_for(self, event: Any) -> None:
@@ -112,13 +125,13 @@ class StagedPath(Path):
         if self._storing:  # not by way of the other stream: every step costs some 3 us
             self._device.wait(self._aside, event)
 
-    def _queue_head(self, launch: Queue, piece: Piece) -> None:
+    def _queue_head(self, launches: Launches, piece: Piece) -> None:
         """Let a kernel write the first part of a store to host memory, while slices are filled."""
         aside = self._aside
         if not self._copy.inline:  # the ids must be on the device
             self._device.wait(aside, self._point(self._kernels))
         self._launch(
-            launch,
+            launches,
             piece.chunk,
             piece.part,
             piece.move.address,
@@ -136,15 +149,17 @@ class StagedPath(Path):
             layers: see :meth:`ChunkCopy.cut`.
         """
         return self._run(
-            moves, after, BY_LAYER, lambda launch, _: self._queue_layers(launch, moves, layers)
+            moves, after, BY_LAYER, lambda launches, _: self._queue_layers(launches, moves, layers)
         )
 
-    def _queue_layers(self, launch: Queue, moves: Sequence[ChunkMove], layers: Layers) -> Steps:
+    def _queue_layers(
+        self, launches: Launches, moves: Sequence[ChunkMove], layers: Layers
+    ) -> Steps:
         parts = self._cut_by_layer(layer_sizes(self._within_slice()), layers)
         steps: list[tuple[int, Completion]] = []
         for part, behind in itertools.zip_longest(parts, parts[1:]):
             pieces = [Piece(index, move, part, behind is None) for index, move in enumerate(moves)]
-            self._queue_pieces(launch, pieces, FIRST_BYTES)
+            self._queue_pieces(launches, pieces, FIRST_BYTES)
             through = max(map(max, layers)) if behind is None else behind.first_layer - 1
             if through >= part.first_layer:
                 steps.append((through, EventCompletion(self._point(self._kernels))))
@@ -155,10 +170,12 @@ class StagedPath(Path):
     ) -> Moved:
         """:meth:`run` of a store behind an engine that still computes the layers."""
         return self._run(
-            moves, after, BY_LAYER, lambda launch, _: self._queue_behind(launch, moves, marks)
+            moves, after, BY_LAYER, lambda launches, _: self._queue_behind(launches, moves, marks)
         )
 
-    def _queue_behind(self, launch: Queue, moves: Sequence[ChunkMove], marks: LayerMarks) -> Steps:
+    def _queue_behind(
+        self, launches: Launches, moves: Sequence[ChunkMove], marks: LayerMarks
+    ) -> Steps:
         ends = layer_ends(sorted(set(itertools.chain(*marks.order))))
         parts = self._cut_by_layer([self._within_slice()], marks.order, ends)
         for place, some in itertools.groupby(parts, lambda part: part.last_layer):
@@ -168,7 +185,7 @@ class StagedPath(Path):
                 for part in some
                 for index, move in enumerate(moves)
             ]
-            self._queue_pieces(launch, pieces, FIRST_BYTES)
+            self._queue_pieces(launches, pieces, FIRST_BYTES)
         return ()
 
     def _cut_by_layer(
@@ -180,7 +197,7 @@ class StagedPath(Path):
             self._layer_cut, self._cut_for = self._copy.cut(sizes, layers, ends), asked
         return self._layer_cut
 
-    def _queue_pieces(self, launch: Queue, pieces: list[Piece], first: int) -> None:
+    def _queue_pieces(self, launches: Launches, pieces: list[Piece], first: int) -> None:
         """Queue them in slices, in order; those of one slice share a call of the copy engine.
 
         Args:
@@ -188,51 +205,57 @@ class StagedPath(Path):
         """
         way = 1 if self._storing else -1
         slices = fill(pieces[::way], Piece.room, self._slice_bytes, first)[::way]
+        # A load's copies wait for nobody but slices, so all that can begin do so before any kernel.
+        ahead = 1 if self._storing else self._count
+        filled: deque[_Filled] = deque()
         for some in slices:
-            self._queue_slice(launch, some[::way])
+            if len(filled) == ahead:
+                self._empty(launches, filled.popleft())
+            filled.append(self._fill(launches, some[::way]))
+        for one in filled:
+            self._empty(launches, one)
 
     def _within_slice(self) -> int:
         """What a part may be cut to so that, with the step that it may have more, it fits a slice."""
         return max(1, self._slice_bytes - self._copy.step_bytes - ALIGN)
 
-    def _queue_slice(self, launch: Queue, pieces: list[Piece]) -> None:
-        device, kernels, link = self._device, self._kernels, self._link
+    def _fill(self, launches: Launches, pieces: list[Piece]) -> _Filled:
+        """Queue what brings pieces into the next slice."""
         slice_ = self._slices[0]
         self._slices.rotate(-1)
         self._pace(3)
-        gaps = [
-            None if self._storing else gap_between(*pair) for pair in itertools.pairwise(pieces)
-        ]
-        starts = starts_of(pieces, gaps, slice_.address)
-        if starts[-1] + pieces[-1].end() > slice_.end:
+        contents = Contents.at(slice_.address, pieces, storing=self._storing)
+        if contents.end() > slice_.end:
             raise TransferFailed(
                 f"slice: expected at most {slice_.end - slice_.address} bytes, got "
-                f"{starts[-1] + pieces[-1].end() - slice_.address}"
+                f"{contents.end() - slice_.address}"
             )
-        if self._storing:
-            device.wait(kernels, slice_.emptied)
-            self._launch_pieces(launch, pieces, starts)
-            device.record(slice_.filled, kernels)
-            device.wait(link, slice_.filled)
-            self._copy_pieces(pieces, gaps, starts)
-            device.record(slice_.emptied, link)
+        stream = self._kernels if self._storing else self._link
+        self._move(launches, contents, stream, after=slice_.emptied, then=slice_.filled)
+        return slice_, contents
+
+    def _empty(self, launches: Launches, filled: _Filled) -> None:
+        """Queue what brings the pieces of a slice where they belong."""
+        slice_, contents = filled
+        stream = self._link if self._storing else self._kernels
+        self._move(launches, contents, stream, after=slice_.filled, then=slice_.emptied)
+
+    def _move(
+        self, launches: Launches, contents: Contents, stream: Any, *, after: Any, then: Any
+    ) -> None:
+        self._device.wait(stream, after)
+        if stream is self._kernels:
+            for piece, start in zip(contents.pieces, contents.starts, strict=True):
+                self._pace()
+                self._launch(launches, piece.chunk, piece.part, start, last=piece.last)
         else:
-            device.wait(link, slice_.emptied)
-            self._copy_pieces(pieces, gaps, starts)
-            device.record(slice_.filled, link)
-            device.wait(kernels, slice_.filled)
-            self._launch_pieces(launch, pieces, starts)
-            device.record(slice_.emptied, kernels)
+            self._copy_pieces(contents)
+        self._device.record(then, stream)
 
-    def _launch_pieces(self, launch: Queue, pieces: list[Piece], starts: list[int]) -> None:
-        for piece, start in zip(pieces, starts, strict=True):
-            self._pace()
-            self._launch(launch, piece.chunk, piece.part, start, last=piece.last)
-
-    def _copy_pieces(self, pieces: list[Piece], gaps: list[int | None], starts: list[int]) -> None:
-        here, host_side, sizes = zip(*copies_of(pieces, gaps, starts), strict=True)
+    def _copy_pieces(self, contents: Contents) -> None:
+        here, host_side, sizes = zip(*contents.copies(), strict=True)
         to, origin = (host_side, here) if self._storing else (here, host_side)
-        pinned = all(piece.move.reachable for piece in pieces)
+        pinned = all(piece.move.reachable for piece in contents.pieces)
         if len(sizes) > 1 and pinned and self._device.batches:
             columns = (np.array(column, dtype=np.uint64) for column in (to, origin, sizes))
             self._device.copy_batch(self._link, *columns)

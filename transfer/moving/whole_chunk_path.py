@@ -10,9 +10,8 @@ from .path import Path
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lmcache_kernels.chunk_copy import Queue
-
     from .moves import ChunkMove, Steps
+    from .path import Launches
 
 
 class WholeChunkPath(Path):
@@ -21,12 +20,12 @@ class WholeChunkPath(Path):
     def _make_ready(self) -> None:
         (self._whole,) = self._copy.cut([1 << 62])
 
-    def _queue_chunks(self, launch: Queue, moves: Sequence[ChunkMove]) -> Steps:
+    def _queue_chunks(self, launches: Launches, moves: Sequence[ChunkMove]) -> Steps:
         for index, move in enumerate(moves):
             self._pace()
-            self._queue_chunk(launch, index, move)
+            self._queue_chunk(launches, index, move)
         return ()
 
     @abstractmethod
-    def _queue_chunk(self, launch: Queue, index: int, move: ChunkMove) -> None:
+    def _queue_chunk(self, launches: Launches, index: int, move: ChunkMove) -> None:
         """Queue the chunk at a place in its run."""
