@@ -152,7 +152,7 @@ class Transfer:
 
     def holds(self, moved: Moved) -> bool:
         """Did this, which is over, leave the right bytes and give their fingerprints?"""
-        expected = [fingerprint(memoryview(payload.numpy())) for payload in self.work.chunk]
+        expected = [(fingerprint(memoryview(payload.numpy())),) for payload in self.work.chunk]
         return moved.fingerprints() == expected and self.work.is_exact()
 
 

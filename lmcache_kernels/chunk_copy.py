@@ -41,6 +41,8 @@ class ChunkPart(NamedTuple):
         offset, nbytes: where it lies in the payload.
         first_tile, end_tile: the tiles that move it.
         first_layer, last_layer: places of its layers in the order that it was cut by.
+        group: whose blocks it is of; a part never goes on into another's.
+        last: no part of its group comes behind it.
     """
 
     offset: int
@@ -49,6 +51,8 @@ class ChunkPart(NamedTuple):
     end_tile: int
     first_layer: int = 0
     last_layer: int = 0
+    group: int = 0
+    last: bool = False
 
 
 class Queue(Protocol):
@@ -113,7 +117,8 @@ class ChunkCopy:
     ) -> list[ChunkPart]:
         """The parts of a chunk; part ``i`` has ``sizes[i]`` bytes, or more by less than one step.
 
-        A step are the blocks of one tile of one row. The last size goes for all parts behind it.
+        A step are the blocks of one tile of one row. The last size goes for all parts behind it. A
+        part that ends with its group before it is full leaves the rest of its size to the next.
 
         Args:
             layers: the parts come in the order in which the engine needs the layers; None: as they
@@ -137,7 +142,7 @@ class ChunkCopy:
             ``queue(chunk, part, address, sums, total_at, aside)``: launch a part of ``blocks[chunk]``,
             the payload of the chunk beginning at ``address`` (behind which only the part has to be
             there). ``sums`` int64[1, rows + 1] gains the part's share of the fingerprint. A launch
-            with ``total_at`` is the chunk's last: it writes the fingerprint there and leaves the sums
+            with ``total_at`` is the last with these sums: it writes their total there and leaves them
             zero. Before a launch on another stream that has to wait for this one, if :attr:`inline` is
             not so.
 
@@ -215,13 +220,20 @@ def cut(
     first = last = grains[0]
     for grain in grains[1:]:
         ended = bisect_left(ends, last.last_layer) < bisect_left(ends, grain.first_layer)
-        full = last.offset + last.nbytes - first.offset >= target
-        if last.end_tile != grain.first_tile or full or ended:
+        size = last.offset + last.nbytes - first.offset
+        if last.end_tile != grain.first_tile or size >= target or ended:
             parts.append(_through(first, last))
             target = next(targets, target)
             first = grain
+        elif last.group != grain.group:
+            parts.append(_through(first, last))
+            target -= size
+            first = grain
         last = grain
     parts.append(_through(first, last))
+    final = {part.group: index for index, part in enumerate(parts)}
+    for index in final.values():
+        parts[index] = parts[index]._replace(last=True)
     return parts
 
 
@@ -268,6 +280,7 @@ def _grains(plan: CopyPlan, config: CopyConfig, layers: Layers | None) -> Iterat
                     tile + tiles,
                     turn,
                     turn,
+                    leg.group,
                 )
                 tile += tiles
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 """Raised by one whenever the meaning of a chunk's bytes changes."""
 
+MAX_GROUPS = 48
+"""For the fingerprints of so many there is room beside a stored chunk."""
+
 PLANE_ALIGN = 512
 """Each plane starts on a multiple of this: enough for any access width and any copy engine."""
 
@@ -52,10 +55,12 @@ class ChunkLayout:
         """The layout of chunks of these groups.
 
         Raises:
-            LayoutError: no group, or ``chunk_tokens`` is not a multiple of a group's block size.
+            LayoutError: no group, more than :data:`MAX_GROUPS`, or ``chunk_tokens`` is not a multiple of a group's block size.
         """
         if not groups:
             raise LayoutError("groups: expected at least one, got none")
+        if len(groups) > MAX_GROUPS:
+            raise LayoutError(f"groups: expected at most {MAX_GROUPS}, got {len(groups)}")
         offset = 0
         laid: list[tuple[Plane, ...]] = []
         for index, group in enumerate(groups):

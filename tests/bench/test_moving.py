@@ -58,8 +58,8 @@ def test_right_bytes_with_a_wrong_fingerprint_are_not_exact(tiny_trial):
     ours = transfer_of(work)
     moved = ours.queue(None)
     assert ours.holds(moved)
-    first, *others = moved.fingerprints()
-    assert not ours.holds(replace(moved, fingerprints=lambda: [first ^ 1, *others]))
+    (first,), *others = moved.fingerprints()
+    assert not ours.holds(replace(moved, fingerprints=lambda: [(first ^ 1,), *others]))
 
 
 def test_both_ways_share_a_cache_and_no_block(tiny_case):

@@ -56,7 +56,7 @@ def test_chunks_go_out_and_come_back(name, path):
     for chunk, ids in enumerate(here):
         assert torch.equal(rig.payload(chunk), oracle_chunk(rig.cache, ids).cpu())
         assert (rig.host[chunk, rig.layout.nbytes :] == POISON).all()
-    sums = [fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(CHUNKS)]
+    sums = [(fingerprint(bytes(rig.payload(chunk).numpy())),) for chunk in range(CHUNKS)]
     assert stored.fingerprints() == sums
     before = rig.cache.snapshot()
     loaded = rig.mover.scatter(rig.moves(there), rig.mover.ready())
@@ -95,7 +95,7 @@ def test_more_ids_than_a_launch_brings_along(decoding):
         for chunk, ids in enumerate(here):
             assert torch.equal(rig.payload(chunk), oracle_chunk(rig.cache, ids).cpu())
         assert stored.fingerprints() == [
-            fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(CHUNKS)
+            (fingerprint(bytes(rig.payload(chunk).numpy())),) for chunk in range(CHUNKS)
         ]
     rig.mover.close()
 
@@ -158,6 +158,6 @@ def test_all_but_the_last_layer_are_in_host_memory_before_it_is_computed():
     assert not moved.cache_free.done()
     assert moved.done.wait(WAIT)
     assert torch.equal(rig.host, wanted)
-    sums = [fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(CHUNKS)]
+    sums = [(fingerprint(bytes(rig.payload(chunk).numpy())),) for chunk in range(CHUNKS)]
     assert moved.fingerprints() == sums
     rig.mover.close()

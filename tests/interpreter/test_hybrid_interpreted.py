@@ -13,7 +13,7 @@ from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.fingerprint import fingerprint
 from lmcache_kernels.ids import ABSENT
 from lmcache_kernels.transfer.moving.gpu_mover import GpuMover
-from lmcache_kernels.transfer.moving.moves import ChunkMove
+from lmcache_kernels.transfer.moving.moves import ChunkMove, is_as_stored
 from lmcache_kernels.transfer.moving.planner import PATHS
 
 pytestmark = pytest.mark.skipif(
@@ -66,7 +66,7 @@ def test_all_groups_go_out_and_come_back(model, path):
     rig = Rig(model, path)
     sums = rig.store()
     start = rig.at - rig.host.data_ptr()
-    assert sums == [fingerprint(clean(rig, start))]
+    assert [sum(groups) % (1 << 64) for groups in sums] == [fingerprint(clean(rig, start))]
     moved = rig.mover.scatter([rig.move(rig.there)], None)
     rig.device.settle()
     assert moved.fingerprints() == sums
@@ -101,6 +101,69 @@ def test_blocks_outside_a_window_are_left_out(model, path):
         assert rig.block(0, layer, first) == was
         assert rig.same(0, layer, left_out={0})
     assert all(rig.same(1, layer) for layer in range(len(rig.caches[1])))
+
+
+def payload_of(rig, group):
+    """Where a group's part of the payload lies in host memory."""
+    planes = rig.layout.groups[group]
+    last = planes[-1]
+    return rig.at + planes[0].bases[0], rig.at + last.bases[-1] + last.num_blocks * last.block_bytes
+
+
+@pytest.mark.parametrize("layered", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("left_out", [0, 1])
+@pytest.mark.parametrize("model", [gemma, qwen3_next])
+def test_what_no_window_needs_is_not_read(model, left_out, path, layered, monkeypatch):
+    """A group none of whose blocks are named costs the link nothing, and may be damaged."""
+    rig = Rig(model, path)
+    (stored,) = rig.store()
+    first, end = payload_of(rig, left_out)
+    start = rig.host.data_ptr()
+    rig.host[first - start : end - start] ^= 0xFF
+    read = []
+    copy = rig.device.copy
+
+    def watched(stream, to, origin, nbytes, *, pinned):
+        read.append((origin, origin + nbytes))
+        copy(stream, to, origin, nbytes, pinned=pinned)
+
+    monkeypatch.setattr(rig.device, "copy", watched)
+    before = [
+        rig.block(left_out, layer, rig.there[left_out][0])
+        for layer in range(len(rig.caches[left_out]))
+    ]
+    there = list(rig.there)
+    there[left_out] = (ABSENT,) * len(there[left_out])
+    moved = rig.mover.scatter(
+        [rig.move(tuple(there))], None, layers=rig.layers if layered else None
+    )
+    rig.device.settle()
+    want = [None if group == left_out else one for group, one in enumerate(stored)]
+    assert moved.fingerprints() == [tuple(want)]
+    assert is_as_stored(tuple(want), stored)
+    assert not any(origin < end and first < over for origin, over in read)
+    assert bool(read) == (path != "direct" or layered)
+    assert before == [
+        rig.block(left_out, layer, rig.there[left_out][0])
+        for layer in range(len(rig.caches[left_out]))
+    ]
+    for group, caches in enumerate(rig.caches):
+        if group != left_out:
+            assert all(rig.same(group, layer) for layer in range(len(caches)))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_chunk_of_which_nothing_is_wanted_moves_nothing(path):
+    rig = Rig(gemma, path)
+    rig.store()
+    nothing = tuple((ABSENT,) * len(blocks) for blocks in rig.there)
+    moved = rig.mover.scatter([rig.move(nothing)], None)
+    rig.device.settle()
+    assert moved.done.done()
+    assert moved.fingerprints() == [(None,) * len(nothing)]
+    assert is_as_stored((None, None), (1, 2))
+    assert not is_as_stored((None, 1), (1, 2))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -95,7 +95,7 @@ def test_what_is_stored_is_whole_and_loads_into_other_blocks(name, path):
     for chunk, ids in enumerate(rig.ids):
         assert torch.equal(rig.payload(chunk), oracle_chunk(rig.cache, ids))
         assert (rig.between(chunk) == POISON).all()
-        assert sums[chunk] == fingerprint(bytes(rig.payload(chunk).numpy()))
+        assert sums[chunk] == (fingerprint(bytes(rig.payload(chunk).numpy())),)
     to = [rig.free[: rig.per_chunk], rig.free[rig.per_chunk : 2 * rig.per_chunk]]
     moved = rig.mover.scatter(rig.moves(to), None)
     rig.device.settle()
@@ -135,7 +135,7 @@ def test_any_order_that_events_allow_gives_the_same_bytes(
     assert len(first.fingerprints()) == len(second.fingerprints()) == 2
     if both:
         assert torch.equal(oracle_chunk(rig.cache, to), other.payload(3))
-        assert loading.fingerprints() == [fingerprint(bytes(other.payload(3).numpy()))]
+        assert loading.fingerprints() == [(fingerprint(bytes(other.payload(3).numpy())),)]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -161,7 +161,7 @@ def test_a_refused_copy_ends_the_run_and_the_next_one_is_whole(fail_at, path):
         rig.mover.gather(rig.moves(), None)
     assert not any(stream.work for stream in rig.device.streams)
     sums = rig.store()
-    assert sums == [fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(3)]
+    assert sums == [(fingerprint(bytes(rig.payload(chunk).numpy())),) for chunk in range(3)]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -276,7 +276,7 @@ def test_a_store_is_done_when_its_first_part_is_there_too():
     rig.device.settle()
     assert moved.cache_free.done()
     assert moved.done.done()
-    sums = [fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(2)]
+    sums = [(fingerprint(bytes(rig.payload(chunk).numpy())),) for chunk in range(2)]
     assert moved.fingerprints() == sums
 
 
@@ -287,7 +287,7 @@ def test_runs_that_follow_each_other_share_no_sum(lengths):
         rig = Rig(chunks=4, slices=2, slice_bytes=512, blocks=60, seed=seed)
         runs = [rig.mover.gather(rig.moves()[:chunks], None) for chunks in lengths]
         rig.device.settle()
-        sums = [fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(4)]
+        sums = [(fingerprint(bytes(rig.payload(chunk).numpy())),) for chunk in range(4)]
         for chunks, moved in zip(lengths, runs, strict=True):
             assert moved.fingerprints() == sums[:chunks]
 
@@ -298,7 +298,7 @@ def test_memory_that_no_kernel_reaches_gets_its_first_part_by_a_copy_too():
     moved = rig.mover.gather(moves, None)
     rig.device.settle()
     assert rig.device.copies == 4
-    assert moved.fingerprints() == [fingerprint(bytes(rig.payload(0).numpy()))]
+    assert moved.fingerprints() == [(fingerprint(bytes(rig.payload(0).numpy())),)]
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_a_run_of_more_chunks_than_there_is_room_for(monkeypatch):
     rig = Rig(chunks=5)
     few = rig.mover.gather(rig.moves()[:2], None)
     sums = rig.store()
-    assert sums == [fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(5)]
+    assert sums == [(fingerprint(bytes(rig.payload(chunk).numpy())),) for chunk in range(5)]
     assert few.fingerprints() == sums[:2]
 
 
@@ -476,7 +476,7 @@ def test_only_so_much_is_queued_at_a_time(monkeypatch, path):
     assert rig.device.most_waiting <= (path_module.MARKS + 1) * 16 + 8
     rig.device.settle()
     assert moved.fingerprints() == [
-        fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(20)
+        (fingerprint(bytes(rig.payload(chunk).numpy())),) for chunk in range(20)
     ]
 
 
@@ -497,7 +497,7 @@ def test_a_device_that_has_stopped_is_an_error(monkeypatch):
     rig.device.stopped = False
     rig.device.settle()
     assert caught.value.done.done()
-    assert rig.store() == [fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(20)]
+    assert rig.store() == [(fingerprint(bytes(rig.payload(chunk).numpy())),) for chunk in range(20)]
 
 
 def test_fingerprints_that_cannot_be_cleared_are_made_anew(monkeypatch):
@@ -509,7 +509,7 @@ def test_fingerprints_that_cannot_be_cleared_are_made_anew(monkeypatch):
         with pytest.raises(RuntimeError, match="luck"):
             rig.mover.gather(rig.moves(), None)
     assert not any(stream.work for stream in rig.device.streams)
-    assert rig.store() == [fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(3)]
+    assert rig.store() == [(fingerprint(bytes(rig.payload(chunk).numpy())),) for chunk in range(3)]
 
 
 def test_what_cannot_be_opened_leaves_no_stream_behind(monkeypatch):
@@ -555,4 +555,4 @@ def test_small_chunks_share_slices_and_calls_of_the_copy_engine():
     rig = Rig(chunks=4, slice_bytes=1 << 20)
     sums = rig.store()
     assert rig.device.batch_calls == 1
-    assert sums == [fingerprint(bytes(rig.payload(chunk).numpy())) for chunk in range(4)]
+    assert sums == [(fingerprint(bytes(rig.payload(chunk).numpy())),) for chunk in range(4)]

@@ -65,7 +65,7 @@ def scramble_payloads(server, span=4096):
             int.from_bytes(header[16:24], "little"),
         )
         view[offset : offset + HEADER_BYTES] = pack_header(
-            shard, digest, nbytes, fingerprint(payload[:nbytes])
+            shard, digest, nbytes, [fingerprint(payload[:nbytes])]
         )
     view.release()
     arena.close()

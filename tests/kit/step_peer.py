@@ -92,8 +92,8 @@ class Steps:
                 super().erase_header(offset)
                 reached("header erased")
 
-            def write_header(self, offset, digest, fingerprint):
-                super().write_header(offset, digest, fingerprint)
+            def write_header(self, offset, digest, fingerprints):
+                super().write_header(offset, digest, fingerprints)
                 reached("header written")
 
         self.mover, self.attachment = Mover, Watched

@@ -301,10 +301,10 @@ def test_a_damaged_chunk_is_not_loaded_and_not_offered_again(device, mode):
         client.close()
 
 
-@pytest.mark.parametrize("skipped", [0, 2 * CHUNK_TOKENS])
+@pytest.mark.parametrize("skipped", [0, CHUNK_TOKENS * 3 // 2])
 @pytest.mark.parametrize("bit", [0, 31, 8 * 200 + 5, -1])
 def test_a_flipped_bit_ends_a_load_before_its_chunk(bit, skipped, device, mode):
-    """Wherever it is, also in blocks that the load leaves out; the chunk is not offered again."""
+    """Wherever it is, also in a block that the load leaves out; the chunk is not offered again."""
     with spawn_server(size_gb=0.01, chunk_size=CHUNK_TOKENS) as server:
         cache = make_cache(BY_NAME["kv_first_hnd"], blocks=12, device=device)
         cache.fill_random(14)
@@ -322,6 +322,28 @@ def test_a_flipped_bit_ends_a_load_before_its_chunk(bit, skipped, device, mode):
         assert torch.equal(oracle_chunk(cache, [6, 7]), oracle_chunk(cache, [0, 1]))
         assert store(context, digests, [0, 1, 2, 3, 4, 5]) == 1
         assert load(context, digests, [6, 7, 8, 9, 10, 11]) == 3
+        context.close()
+        client.close()
+
+
+def test_chunks_that_are_left_out_whole_are_not_read_and_may_be_damaged(device, mode):
+    with spawn_server(size_gb=0.01, chunk_size=CHUNK_TOKENS) as server:
+        cache = make_cache(BY_NAME["kv_first_hnd"], blocks=12, device=device)
+        cache.fill_random(15)
+        client = CacheClient(server.url, chunk_tokens=CHUNK_TOKENS)
+        client.wait_ready(WAIT)
+        context = plain_context(cache, client, mode=mode)
+        digests = names(3)
+        assert store(context, digests, [0, 1, 2, 3, 4, 5]) == 3
+        before = [storage.clone() for storage in cache.storages]
+        flip_payload_bit(server, 1, 77)
+        found = context.submit_retrieve(
+            digests, [[6, 7, 8, 9, 10, 11]], skip_first_n_tokens=2 * CHUNK_TOKENS
+        )
+        assert found.result(WAIT) == 3
+        assert torch.equal(oracle_chunk(cache, [10, 11]), oracle_chunk(cache, [4, 5]))
+        assert untouched_outside(cache, before, [10, 11])
+        assert load(context, digests, [6, 7, 8, 9, 10, 11]) == 1
         context.close()
         client.close()
 

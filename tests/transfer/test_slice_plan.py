@@ -89,11 +89,19 @@ def test_parts_are_the_payload_and_the_tiles_one_behind_the_other(
         assert 0 <= after.offset - (before.offset + before.nbytes) < 512  # padding
         assert before.nbytes > 0
     one_tile = max(config.blocks * leg.dst.block_bytes for leg in plan.legs)
-    bounds = [*sizes, *[sizes[-1]] * len(parts)]
+    bounds = itertools.chain(sizes, itertools.repeat(sizes[-1]))
     padded = 512 * len(plan.legs)
-    for part, bound in zip(parts, bounds, strict=False):
+    bound = next(bounds)
+    for part in parts:
         assert part.nbytes < bound + one_tile + padded
-        assert part.nbytes >= bound or part is parts[-1]
+        assert part.nbytes >= bound or part.last
+        bound = next(bounds) if part.nbytes >= bound else bound - part.nbytes
+    for group, planes in enumerate(layout.groups):
+        mine = [part for part in parts if part.group == group]
+        assert [part.last for part in mine] == [False] * (len(mine) - 1) + [True]
+        assert mine[0].offset == planes[0].bases[0]
+        end = planes[-1].bases[-1] + planes[-1].num_blocks * planes[-1].block_bytes
+        assert mine[-1].offset + mine[-1].nbytes == end
 
 
 @given(

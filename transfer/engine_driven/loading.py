@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING
 
 from lmcache_kernels.errors import Closed, RemoteProtocolError, TransferTimeout
 from lmcache_kernels.transfer.messages import CommitRetrieve, LoadSlots, PrepareRetrieve
-from lmcache_kernels.transfer.moving.moves import blocks_of, check_block_ids, leave_out
+from lmcache_kernels.transfer.moving.moves import (
+    blocks_of,
+    check_block_ids,
+    is_as_stored,
+    leave_out,
+)
 from lmcache_kernels.transfer.pacing import paced
 
 from . import worker
@@ -118,9 +123,9 @@ class Loading:
             for number, place in enumerate(places, start=loaded):
                 arena.fetch(ask, slots.ticket, number, place)
             moves: list[ChunkMove] = []
-            expected: list[int] = []
+            expected: list[tuple[int, ...]] = []
             for index, place in paced(enumerate(places, start=loaded)):
-                stored = arena.fingerprint_of(place, load.digests[index])
+                stored = arena.fingerprints_of(place, load.digests[index])
                 if stored is None:
                     damaged.append(index)
                     break
@@ -178,11 +183,9 @@ def _check_slots(slots: LoadSlots, arena: Attached, chunks: int) -> None:
         raise RemoteProtocolError(f"slots: expected at most {chunks}, got {len(slots.offsets)}")
 
 
-def _as_expected(moved: Moved, expected: list[int]) -> int:
+def _as_expected(moved: Moved, expected: list[tuple[int, ...]]) -> int:
     """Wait for the device, however long it takes; how many chunks are as expected, from the first on."""
     while not moved.done.wait(worker.DEVICE_TIMEOUT):
         logger.error("the device has not finished a scatter in %s s", worker.DEVICE_TIMEOUT)
-    found = moved.fingerprints()
-    if found == expected:
-        return len(found)
-    return next(i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1])
+    pairs = enumerate(zip(moved.fingerprints(), expected, strict=True))
+    return next((index for index, pair in pairs if not is_as_stored(*pair)), len(expected))

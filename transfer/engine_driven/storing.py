@@ -33,7 +33,12 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
     from typing import Any
 
-    from lmcache_kernels.transfer.moving.moves import ChunkMove, Completion, Moved
+    from lmcache_kernels.transfer.moving.moves import (
+        ChunkMove,
+        Completion,
+        Fingerprints,
+        Moved,
+    )
     from lmcache_kernels.transfer.store_transfer import StoreTransfer
 
     from .attachment import Attached
@@ -116,8 +121,8 @@ class Storing:
             if arena.mapped:
                 yield
             found = self._end(store.transfer, arena, moved, give_up_at)
-            for (index, place), fingerprint in paced(zip(here, found, strict=True)):
-                arena.write_header(place, store.digests[index], fingerprint)
+            for (index, place), fingerprints in paced(zip(here, found, strict=True)):
+                arena.write_header(place, store.digests[index], fingerprints)
             for number, place in enumerate(places, start=first):
                 arena.send(ask, slots.ticket, number, place)
             first, note = first + len(places), moved.note
@@ -143,7 +148,7 @@ class Storing:
 
     def _end(
         self, transfer: StoreTransfer, arena: Attached, moved: Moved, give_up_at: float
-    ) -> list[int]:
+    ) -> list[Fingerprints]:
         """Wait for the device; the fingerprints."""
         if not moved.done.wait(max(0.0, give_up_at - time.monotonic())):
             self._lose(moved.done, arena)

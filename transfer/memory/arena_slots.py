@@ -13,6 +13,8 @@ from .slot_header import HEADER_BYTES, pack_header, read_header
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from lmcache_kernels.transfer.moving.moves import Fingerprints
+
     from .pinning import PinnedRegion
 
 logger = logging.getLogger(__name__)
@@ -96,16 +98,19 @@ class ArenaSlots:
         """Before a slot is written: whoever finds it half-written must not take it for a chunk."""
         self._arena.view(offset, HEADER_BYTES)[:] = bytes(HEADER_BYTES)
 
-    def write_header(self, offset: int, digest: bytes, fingerprint: int) -> None:
-        header = pack_header(self._shard, digest, self._payload_bytes, fingerprint)
+    def write_header(self, offset: int, digest: bytes, fingerprints: Fingerprints) -> None:
+        """Args:
+        fingerprints: of all groups of the chunk that the slot holds now.
+        """
+        known = [one for one in fingerprints if one is not None]
+        header = pack_header(self._shard, digest, self._payload_bytes, known)
         self._arena.view(offset, HEADER_BYTES)[:] = header
 
-    def fingerprint_of(self, offset: int, digest: bytes) -> int | None:
-        """Of the chunk that the slot is said to hold; None, and a reason in the log, if it does not."""
+    def fingerprints_of(self, offset: int, digest: bytes) -> tuple[int, ...] | None:
+        """Of the groups of the chunk that the slot is said to hold; None, and a reason in the log, if it does not."""
         try:
-            return read_header(
-                self._arena.view(offset, HEADER_BYTES), self._shard, digest, self._payload_bytes
-            )
+            view = self._arena.view(offset, HEADER_BYTES)
+            return read_header(view, self._shard, digest, self._payload_bytes)
         except (RemoteProtocolError, LayoutError) as error:
             logger.warning("chunk %s at offset %d is damaged: %s", digest.hex()[:16], offset, error)
             return None

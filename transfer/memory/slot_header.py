@@ -12,9 +12,9 @@ offset bytes field
 16     8     payload bytes
 24     32    shard id
 56     32    digest
-88     8     fingerprint of the payload
-96     24    reserved; 0
-120    392   zero
+88     384   per group, what its part of the payload adds to the fingerprint
+             of the whole, 8 bytes each; 0 behind the last group's
+472    40    zero
 512          payload
 ====== ===== =========================================================
 
@@ -24,39 +24,53 @@ Pure.
 from __future__ import annotations
 
 import struct
+from typing import TYPE_CHECKING
 
+from lmcache_kernels.chunk_layout import MAX_GROUPS
 from lmcache_kernels.errors import LocalProtocolError, RemoteProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 HEADER_BYTES = 512
 """Keeps the payload as aligned as the slot."""
 
 MAGIC = b"LMCKSLOT"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Raised by one whenever a field changes its place or meaning."""
 
-_FIELDS = struct.Struct("<8sIIQ32s32sQ")
+_FIELDS = struct.Struct(f"<8sIIQ32s32s{MAX_GROUPS}Q")
 _ID_BYTES = 32
 
 
-def pack_header(shard: bytes, digest: bytes, payload_bytes: int, fingerprint: int) -> bytes:
+def pack_header(
+    shard: bytes, digest: bytes, payload_bytes: int, fingerprints: Sequence[int]
+) -> bytes:
     """The ``HEADER_BYTES`` in front of a chunk.
 
     Raises:
-        LocalProtocolError: ids that are not 32 bytes, or numbers outside 64 bits.
+        LocalProtocolError: ids that are not 32 bytes, numbers outside 64 bits, too many groups.
     """
     if len(shard) != _ID_BYTES or len(digest) != _ID_BYTES or not 0 <= payload_bytes < 1 << 64:
         raise LocalProtocolError(
             f"slot header: expected ids of {_ID_BYTES} bytes and a 64-bit size, got "
             f"{len(shard)} and {len(digest)} bytes and size {payload_bytes}"
         )
-    if not 0 <= fingerprint < 1 << 64:
-        raise LocalProtocolError(f"slot header: expected a 64-bit fingerprint, got {fingerprint}")
-    fields = _FIELDS.pack(MAGIC, FORMAT_VERSION, 0, payload_bytes, shard, digest, fingerprint)
+    if len(fingerprints) > MAX_GROUPS or not all(0 <= one < 1 << 64 for one in fingerprints):
+        raise LocalProtocolError(
+            f"slot header: expected at most {MAX_GROUPS} 64-bit fingerprints, got {fingerprints}"
+        )
+    unused = (0,) * (MAX_GROUPS - len(fingerprints))
+    fields = _FIELDS.pack(
+        MAGIC, FORMAT_VERSION, 0, payload_bytes, shard, digest, *fingerprints, *unused
+    )
     return fields.ljust(HEADER_BYTES, b"\0")
 
 
-def read_header(view: memoryview | bytes, shard: bytes, digest: bytes, payload_bytes: int) -> int:
-    """The fingerprint of the payload, if ``view`` begins with the header of just this chunk.
+def read_header(
+    view: memoryview | bytes, shard: bytes, digest: bytes, payload_bytes: int
+) -> tuple[int, ...]:
+    """The fingerprints of :data:`MAX_GROUPS` groups, if ``view`` begins with the header of just this chunk.
 
     Raises:
         RemoteProtocolError: it does not; the message names the first field that differs.
@@ -65,13 +79,14 @@ def read_header(view: memoryview | bytes, shard: bytes, digest: bytes, payload_b
         raise RemoteProtocolError(f"slot header: expected {HEADER_BYTES} bytes, got {len(view)}")
     names = ("magic", "format version", "flags", "payload bytes", "shard id", "digest")
     expected = (MAGIC, FORMAT_VERSION, 0, payload_bytes, shard, digest)
-    *fields, fingerprint = _FIELDS.unpack_from(view)
+    found = _FIELDS.unpack_from(view)
+    fields, fingerprints = found[:-MAX_GROUPS], found[-MAX_GROUPS:]
     for name, want, got in zip(names, expected, fields, strict=True):
         if want != got:
             raise RemoteProtocolError(
                 f"slot header, {name}: expected {_show(want)}, got {_show(got)}"
             )
-    return int(fingerprint)
+    return fingerprints
 
 
 def _show(value: object) -> str:

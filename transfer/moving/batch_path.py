@@ -46,8 +46,9 @@ class BatchPath(WholeChunkPath):
         self._device.copy_batch(self._link, to, origin, sizes)
         if not self._storing:
             self._device.wait(self._kernels, self._point(self._link))
-        # The address of a chunk that is not written says nothing.
-        self._launch(launches, index, self._whole, 0, last=True)
+        for part in self._whole:
+            # The address of a chunk that is not written says nothing.
+            self._launch(launches, index, part, 0)
 
     def _ends(self) -> tuple[Any, Any]:
         self._device.wait(self._kernels, self._point(self._link))

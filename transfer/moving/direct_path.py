@@ -23,7 +23,9 @@ class DirectPath(WholeChunkPath):
     """See the module. Host memory must be pinned, and kernels find it at the host's addresses."""
 
     def _queue_chunk(self, launches: Launches, index: int, move: ChunkMove) -> None:
-        self._launch(launches, index, self._whole, move.address, last=True)
+        for part in self._whole:
+            if self._wanted[index][part.group]:
+                self._launch(launches, index, part, move.address)
 
     def _ends(self) -> tuple[Any, Any]:
         over = self._point(self._kernels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from lmcache_kernels.copy_plan import Side
     from lmcache_kernels.plane import CacheGroup
 
-    from .moves import ChunkMove, Completion, LayerMarks
+    from .moves import ChunkMove, Completion, Fingerprints, LayerMarks
 
 
 class HostMover:
@@ -69,12 +70,17 @@ class HostMover:
         found = [self._move_one(move, chunk_side) for move in moves]
         return Moved(Over(), Over(), lambda: found)
 
-    def _move_one(self, move: ChunkMove, chunk_side: Side) -> int:
+    def _move_one(self, move: ChunkMove, chunk_side: Side) -> Fingerprints:
         chunks = self._layout.planes_at(move.address, "cpu")
         copy = PreparedCopy(pair_planes(self._groups, chunks, chunk_side), chunk_side=chunk_side)
         sums = torch.zeros((1, copy.plan.rows), dtype=torch.int64)
         copy.copy_groups(pair_ids(self._layout, move, chunk_side), sums=sums)
-        return unsigned(sums[0].tolist())
+        rows = iter(sums[0].tolist())
+        totals = [0] * len(self._groups)
+        for leg in copy.plan.legs:
+            totals[leg.group] = unsigned([totals[leg.group], *islice(rows, leg.dst.rows)])
+        kept = move.wanted() if chunk_side == "src" else repeat(True)
+        return tuple(total if one else None for total, one in zip(totals, kept, strict=False))
 
     def close(self) -> None:
         pass

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lmcache_kernels.plane import CacheGroup
 
     Steps: TypeAlias = Sequence[tuple[int, "Completion"]]
+    Fingerprints: TypeAlias = tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,10 @@ class ChunkMove:
     reachable: bool = False
     region: int = 0
 
+    def wanted(self) -> tuple[bool, ...]:
+        """Per group, whether a scatter writes any of its blocks: the payload of others need not move."""
+        return tuple([any(block != ABSENT for block in blocks) for blocks in self.blocks])
+
 
 class Completion(Protocol):
     """A point in a device's work that can be waited for."""
@@ -63,16 +68,22 @@ class Moved:
     Attributes:
         cache_free: the cache's blocks are read (gather) or written (scatter).
         done: so is everything else.
-        fingerprints: of the moves' payloads, in order; only once ``done`` is over.
+        fingerprints: per move, in order, what each group's part of the payload adds to its fingerprint;
+            None for a group that was left out altogether. Only once ``done`` is over.
         note: which way they go, and why, in a few words.
         layers: of a scatter by layers: (place in the order, when all layers up to it are there).
     """
 
     cache_free: Completion
     done: Completion
-    fingerprints: Callable[[], list[int]]
+    fingerprints: Callable[[], list[Fingerprints]]
     note: str = ""
     layers: Steps = ()
+
+
+def is_as_stored(found: Fingerprints, stored: Sequence[int]) -> bool:
+    """Whether what was loaded of a chunk is what its slot says was stored, group by group."""
+    return all(got is None or got == want for got, want in zip(found, stored, strict=False))
 
 
 class LayerMarks(Protocol):

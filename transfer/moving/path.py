@@ -66,7 +66,8 @@ class Path(ABC):
         self._is_open = False
         self._queued = 0
         self._marks: deque[Any] = deque()
-        self._head: Any = None  # behind what a run has moved aside
+        self._head: tuple[Any, int] | None = None  # behind what a run has moved aside; its group
+        self._wanted: list[tuple[bool, ...]] = []  # of a run, per chunk and group
 
     def run(self, moves: Sequence[ChunkMove], after: Completion | None, note: str) -> Moved:
         """Queue the moves; what touches the cache waits for ``after``. ``note``: see ``Moved``."""
@@ -84,6 +85,8 @@ class Path(ABC):
             self.open()
             self._tally.begin(len(moves))
             self._head = None
+            every = (True,) * self._copy.plan.groups
+            self._wanted = [every if self._storing else move.wanted() for move in moves]
             try:
                 self._pace(OPERATIONS_OF_A_RUN)
                 self._come_after(after)
@@ -97,7 +100,7 @@ class Path(ABC):
             return Moved(
                 EventCompletion(cache_free),
                 EventCompletion(done),
-                self._tally.when(done, len(moves), head=self._head is not None),
+                self._tally.when(done, self._wanted, self._head and self._head[1]),
                 note,
                 steps,
             )
@@ -128,7 +131,8 @@ class Path(ABC):
             self._streams: list[tuple[Any, str]] = []
             try:
                 self._kernels, self._link = self._stream("kernels"), self._stream("link")
-                self._tally = Tally(device, self._kernels, self._copy.plan.rows, self._where)
+                plan = self._copy.plan
+                self._tally = Tally(device, self._kernels, plan.rows, plan.groups, self._where)
                 self._make_ready()
                 # Memory made in the one stream is also used in the others.
                 for stream, _ in self._streams[1:]:
@@ -226,19 +230,18 @@ class Path(ABC):
         chunk: int,
         part: ChunkPart,
         address: int,
-        *,
-        last: bool,
         aside: tuple[Any, int] | None = None,
     ) -> None:
         """Queue the kernel of a part.
 
         Args:
-            last: of those that add to an entry of the tally; it completes that.
-            aside: another stream, which has an entry of its own, and the most programs there.
+            aside: another stream, which has an entry of the tally of its own, and the most programs
+                there.
         """
-        stream, entry, bound = self._kernels, HEAD + 1 + chunk, None
+        stream, entry, bound = self._kernels, self._tally.entry(chunk, part.group), None
+        last = part.last
         if aside is not None:
-            stream, entry = aside[0], HEAD
+            stream, entry, last = aside[0], HEAD, True
             bound = self._device.handle(stream), aside[1]
         total_at = self._tally.total_at(entry) if last else 0
         sums = self._tally.sums[entry]

@@ -21,12 +21,11 @@ new one costs the link some 3 us, or 180 KB (H200, 30 November 2026)."""
 
 
 class Piece(NamedTuple):
-    """A part of one chunk of a run; ``last``: its kernel is the chunk's last."""
+    """A part of one chunk of a run."""
 
     chunk: int
     move: ChunkMove
     part: ChunkPart
-    last: bool
 
     def size(self) -> int:
         """What it takes of a slice."""
@@ -63,7 +62,7 @@ class Contents(NamedTuple):
     """Pieces in a slice.
 
     Attributes:
-        gaps: between each two of them, bytes that one copy reads too; None where it may not.
+        gaps: between each two of them, bytes that one copy takes along; None where it may not.
         starts: where the payload of each would begin for its part to lie where it does.
     """
 
@@ -77,7 +76,8 @@ class Contents(NamedTuple):
 
         A part is as far from the last as in host memory, where one copy brings both.
         """
-        gaps = [None if storing else _gap(*pair) for pair in itertools.pairwise(pieces)]
+        most = 0 if storing else NEAR_BYTES
+        gaps = [_gap(*pair, most) for pair in itertools.pairwise(pieces)]
         starts = []
         for piece, gap in zip(pieces, (*gaps, None), strict=True):
             starts.append(address - piece.part.offset)
@@ -101,13 +101,13 @@ class Contents(NamedTuple):
         return copies
 
 
-def _gap(before: Piece, piece: Piece) -> int | None:
-    """Bytes between two payloads that one load may read too; None if it may not."""
+def _gap(before: Piece, piece: Piece, most: int) -> int | None:
+    """Bytes between two parts that one copy may take along; None if there can be no one copy of both."""
     one_copy = before.last_region() == piece.region()
     if not (one_copy and before.move.reachable and piece.move.reachable):
         return None
     gap = piece.begin() - (before.begin() + before.part.nbytes)
-    return gap if 0 <= gap <= NEAR_BYTES and gap % ALIGN == -before.part.nbytes % ALIGN else None
+    return gap if 0 <= gap <= most and gap % ALIGN == -before.part.nbytes % ALIGN else None
 
 
 def aligned(nbytes: int) -> int:

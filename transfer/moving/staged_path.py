@@ -112,9 +112,11 @@ class StagedPath(Path):
         pieces = [
             piece
             for index, move in paced(enumerate(moves))
-            for piece in _pieces(index, move, self._parts(index == 0, index == last and not whole))
+            for piece in self._pieces_of(
+                index, move, self._parts(index == 0, index == last and not whole)
+            )
         ]
-        if self._storing and pieces and moves[0].reachable and not pieces[0].last:
+        if self._storing and pieces and moves[0].reachable and not pieces[0].part.last:
             self._queue_head(launches, pieces.pop(0))
         first = self._slice_bytes if whole or self._head is not None else FIRST_BYTES
         self._queue_pieces(launches, pieces, first)
@@ -135,10 +137,9 @@ class StagedPath(Path):
             piece.chunk,
             piece.part,
             piece.move.address,
-            last=True,
-            aside=(aside, HEAD_PROGRAMS),
+            (aside, HEAD_PROGRAMS),
         )
-        self._head = self._point(aside)
+        self._head = self._point(aside), piece.part.group
 
     def run_by_layer(
         self, moves: Sequence[ChunkMove], after: Completion | None, layers: Layers
@@ -158,7 +159,11 @@ class StagedPath(Path):
         parts = self._cut_by_layer(layer_sizes(self._within_slice()), layers)
         steps: list[tuple[int, Completion]] = []
         for part, behind in itertools.zip_longest(parts, parts[1:]):
-            pieces = [Piece(index, move, part, behind is None) for index, move in enumerate(moves)]
+            pieces = [
+                Piece(index, move, part)
+                for index, move in enumerate(moves)
+                if self._wanted[index][part.group]
+            ]
             self._queue_pieces(launches, pieces, FIRST_BYTES)
             through = max(map(max, layers)) if behind is None else behind.first_layer - 1
             if through >= part.first_layer:
@@ -180,11 +185,7 @@ class StagedPath(Path):
         parts = self._cut_by_layer([self._within_slice()], marks.order, ends)
         for place, some in itertools.groupby(parts, lambda part: part.last_layer):
             self._come_after(marks.wait(place))
-            pieces = [
-                Piece(index, move, part, part is parts[-1])
-                for part in some
-                for index, move in enumerate(moves)
-            ]
+            pieces = [Piece(index, move, part) for part in some for index, move in enumerate(moves)]
             self._queue_pieces(launches, pieces, FIRST_BYTES)
         return ()
 
@@ -247,7 +248,7 @@ class StagedPath(Path):
         if stream is self._kernels:
             for piece, start in zip(contents.pieces, contents.starts, strict=True):
                 self._pace()
-                self._launch(launches, piece.chunk, piece.part, start, last=piece.last)
+                self._launch(launches, piece.chunk, piece.part, start)
         else:
             self._copy_pieces(contents)
         self._device.record(then, stream)
@@ -265,11 +266,15 @@ class StagedPath(Path):
 
     def _ends(self) -> tuple[Any, Any]:
         if self._head is not None:
-            self._device.wait(self._kernels, self._head)
-            self._device.wait(self._link, self._head)
+            self._device.wait(self._kernels, self._head[0])
+            self._device.wait(self._link, self._head[0])
         cache_free = self._point(self._kernels)
         # Every copy of a store comes after its kernel.
         return cache_free, self._point(self._link) if self._storing else cache_free
+
+    def _pieces_of(self, chunk: int, move: ChunkMove, parts: Sequence[ChunkPart]) -> list[Piece]:
+        wanted = self._wanted[chunk]
+        return [Piece(chunk, move, part) for part in parts if wanted[part.group]]
 
     def _parts(self, first: bool, last: bool) -> list[ChunkPart]:
         """How a chunk is cut that is, or is not, the first and the last of a run."""
@@ -290,7 +295,3 @@ class _Slice:
         self.end = self.address + memory.numel()
         self.filled = device.event()
         self.emptied = device.event()
-
-
-def _pieces(chunk: int, move: ChunkMove, parts: Sequence[ChunkPart]) -> list[Piece]:
-    return [Piece(chunk, move, part, part is parts[-1]) for part in parts]

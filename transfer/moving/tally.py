@@ -8,9 +8,10 @@ from weakref import ref
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from .device import Device
+    from .moves import Fingerprints
 
 CHUNKS = 64
 """For which there are sums at first."""
@@ -23,7 +24,7 @@ _MODULUS = 1 << 64
 
 
 HEAD = 0
-"""The entry of what runs move aside, see the staged path; a chunk's is behind it."""
+"""The entry of what runs move aside, see the staged path; those of the chunks are behind it."""
 
 
 class _Run(NamedTuple):
@@ -32,8 +33,8 @@ class _Run(NamedTuple):
     over: Any
     totals: torch.Tensor
     sums: torch.Tensor
-    found: list[int]
-    reader: ref[Callable[[], list[int]]]
+    found: list[Fingerprints]
+    reader: ref[Callable[[], list[Fingerprints]]]
 
 
 class Tally:
@@ -42,13 +43,14 @@ class Tally:
     Args:
         stream: in which memory is made and cleared.
         rows: parts of a fingerprint.
+        groups: of a chunk; each has its own total.
         where: the device, as torch spells it.
     """
 
-    def __init__(self, device: Device, stream: Any, rows: int, where: str) -> None:
+    def __init__(self, device: Device, stream: Any, rows: int, groups: int, where: str) -> None:
         self._device = device
         self._stream = stream
-        self._rows, self._where = rows, where
+        self._rows, self._groups, self._where = rows, groups, where
         self._runs: list[_Run] = []  # that are not over, or not read
         self._spare: list[torch.Tensor] = []
         self._head = self._zeros(1)  # never made anew: another stream than this may be using it
@@ -62,8 +64,8 @@ class Tally:
         with self._device.on(self._stream):
             return torch.zeros(shape, dtype=torch.int64, device=self._where)
 
-    def _make_room(self, chunks: int) -> None:
-        self._sums = self._zeros(chunks)
+    def _make_room(self, entries: int) -> None:
+        self._sums = self._zeros(entries)
         self.sums = [self._head, *self._sums.split(1)]
         """int64[1, rows + 1] of each entry, zero when its kernels begin, and again behind the last of
         them."""
@@ -71,36 +73,51 @@ class Tally:
     def begin(self, chunks: int) -> None:
         """Make ready for a run of so many chunks."""
         self._runs = [run for run in self._runs if not self._ends(run)]
-        if chunks >= len(self.sums):
+        entries = chunks * self._groups
+        if entries >= len(self.sums):
             # Kernels that still use the old ones are in front of whatever gets that memory next.
-            self._make_room(1 << (chunks - 1).bit_length())
+            self._make_room(1 << (entries - 1).bit_length())
         for index, spare in enumerate(self._spare):
-            if len(spare) > chunks:
+            if len(spare) > entries:
                 self._totals = self._spare.pop(index)
                 break
         else:
-            self._totals = self._device.pinned(1 + max(chunks, TOTALS))
+            self._totals = self._device.pinned(1 + max(entries, TOTALS))
         self._at = self._totals.data_ptr()
+
+    def entry(self, chunk: int, group: int) -> int:
+        return HEAD + 1 + chunk * self._groups + group
 
     def total_at(self, entry: int) -> int:
         """Where the kernel that is the entry's last writes its total."""
         return self._at + 8 * entry
 
-    def when(self, over: Any, chunks: int, *, head: bool) -> Callable[[], list[int]]:
+    def when(
+        self, over: Any, wanted: Sequence[Sequence[bool]], head: int | None
+    ) -> Callable[[], list[Fingerprints]]:
         """How to read the run's fingerprints once the event ``over`` has passed; they stay until then.
 
         Args:
-            head: the first chunk's is in part that of the entry :data:`HEAD`.
+            wanted: per chunk and group, whether it was moved.
+            head: the group of the first chunk part of whose total is that of the entry :data:`HEAD`.
         """
-        totals = self._totals
-        found: list[int] = []
+        totals, groups = self._totals, self._groups
+        found: list[Fingerprints] = []
 
-        def read() -> list[int]:
-            if len(found) < chunks:
-                aside, first, *others = totals[: 1 + chunks].tolist()
-                if head:
-                    first += aside
-                found.extend(total % _MODULUS for total in (first, *others))
+        def read() -> list[Fingerprints]:
+            if wanted and not found:
+                aside, *values = totals[: 1 + len(wanted) * groups].tolist()
+                if head is not None:
+                    values[head] += aside
+                found.extend(
+                    tuple(
+                        total % _MODULUS if moved else None
+                        for total, moved in zip(
+                            values[first : first + groups], of_chunk, strict=True
+                        )
+                    )
+                    for first, of_chunk in zip(range(0, len(values), groups), wanted, strict=True)
+                )
                 self._spare.append(totals)
             return found
 

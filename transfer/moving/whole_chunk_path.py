@@ -18,11 +18,11 @@ class WholeChunkPath(Path):
     """See the module."""
 
     def _make_ready(self) -> None:
-        (self._whole,) = self._copy.cut([1 << 62])
+        self._whole = self._copy.cut([1 << 62])  # a part for each group
 
     def _queue_chunks(self, launches: Launches, moves: Sequence[ChunkMove]) -> Steps:
         for index, move in enumerate(moves):
-            self._pace()
+            self._pace(len(self._whole))
             self._queue_chunk(launches, index, move)
         return ()
 

@@ -17,6 +17,7 @@ from lmcache_kernels.transfer.moving.moves import (
     blocks_of,
     check_block_ids,
     copy_block_ids,
+    is_as_stored,
     leave_out,
 )
 from lmcache_kernels.transfer.sharing.descriptors import CUDA_HANDLE_BYTES, CpuShare
@@ -140,8 +141,8 @@ class CacheCopies:
             moved = self._mover.gather(moves, after)
             _wait(moved.done)
             found = moved.fingerprints()
-            for index, offset, fingerprint in zip(indices, offsets, found, strict=True):
-                slots.write_header(offset, digests[index], fingerprint)
+            for index, offset, fingerprints in zip(indices, offsets, found, strict=True):
+                slots.write_header(offset, digests[index], fingerprints)
 
     def scatter(
         self,
@@ -167,7 +168,7 @@ class CacheCopies:
         with self._arena.copying():
             moves, expected = [], []
             for index, (offset, digest) in enumerate(zip(offsets, digests, strict=False)):
-                stored = self._slots.fingerprint_of(offset, digest)
+                stored = self._slots.fingerprints_of(offset, digest)
                 if stored is None:
                     damaged.append(index)
                     break
@@ -177,11 +178,9 @@ class CacheCopies:
             _wait(moved.done)
             found = moved.fingerprints()
         for index, (want, got) in enumerate(zip(expected, found, strict=True)):
-            if want != got:
-                logger.warning(
-                    "chunk %s is damaged: fingerprint %016x, stored as %016x",
-                    *(digests[index].hex()[:16], got, want),
-                )
+            if not is_as_stored(got, want):
+                name = digests[index].hex()[:16]
+                logger.warning("chunk %s is damaged: it is not what was stored", name)
                 return index, [*damaged, index]
         return len(moves), damaged
 
