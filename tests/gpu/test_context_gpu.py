@@ -82,19 +82,16 @@ def test_a_copy_that_fails_half_way_waits_for_what_was_queued(monkeypatch, conne
     cache = make_cache(BY_NAME["kv_first_nhd"], blocks=12, device=device)  # noqa: F405
     cache.fill_random(15)
     context = connected([group_of(cache.tensors, cache.axes)])  # noqa: F405
-    calls = []
-    real = CudaDevice.copy
 
-    def third_time_unlucky(device, stream, to, origin, nbytes, *, pinned):
-        calls.append(to)
-        if len(calls) == 3:
-            raise RuntimeError("no such luck")
-        real(device, stream, to, origin, nbytes, pinned=pinned)
+    def unlucky(*arguments, **named):
+        raise RuntimeError("no such luck")
 
-    monkeypatch.setattr(CudaDevice, "copy", third_time_unlucky)
     digests = names(3)  # noqa: F405
-    with pytest.raises(RuntimeError, match="luck"):
-        store(context, digests, [0, 1, 2, 3, 4, 5])  # noqa: F405
+    with monkeypatch.context() as patched:  # kernels are queued before
+        patched.setattr(CudaDevice, "copy", unlucky)
+        patched.setattr(CudaDevice, "copy_batch", unlucky)
+        with pytest.raises(RuntimeError, match="luck"):
+            store(context, digests, [0, 1, 2, 3, 4, 5])  # noqa: F405
     assert load(context, digests, [6, 7, 8, 9, 10, 11]) == 0  # noqa: F405
     assert store(context, digests, [0, 1, 2, 3, 4, 5]) == 3  # noqa: F405
     assert load(context, digests, [6, 7, 8, 9, 10, 11]) == 3  # noqa: F405

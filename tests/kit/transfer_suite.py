@@ -335,7 +335,7 @@ def test_chunks_that_are_left_out_whole_are_not_read_and_may_be_damaged(device, 
         context = plain_context(cache, client, mode=mode)
         digests = names(3)
         assert store(context, digests, [0, 1, 2, 3, 4, 5]) == 3
-        before = [storage.clone() for storage in cache.storages]
+        before = cache.snapshot()
         flip_payload_bit(server, 1, 77)
         found = context.submit_retrieve(
             digests, [[6, 7, 8, 9, 10, 11]], skip_first_n_tokens=2 * CHUNK_TOKENS
