@@ -38,7 +38,7 @@ def test_everyone_warms_up_and_then_they_take_turns_in_being_first():
     called = []
 
     def contender(name, usable, registered):
-        def once():
+        def once(nbytes):
             called.append(name)
             late = 10.0 if len(called) <= 2 else 0.0
             return Ready(usable + late, registered + late, True, {"create": usable / 2})
@@ -59,7 +59,7 @@ def test_everyone_warms_up_and_then_they_take_turns_in_being_first():
 @pytest.mark.parametrize("wrong", [OURS, HOST_ALLOC])
 def test_wrong_bytes_show(wrong):
     def of(name):
-        return lambda: Ready(1.0, 1.0, name != wrong, {})
+        return lambda nbytes: Ready(1.0, 1.0, name != wrong, {})
 
     rows = arena.measure(MIB, 2, of(OURS), of(HOST_ALLOC))
     assert not any(row.bit_exact for row in rows)

@@ -13,9 +13,8 @@ from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.copy_config import choose_config
 from lmcache_kernels.copy_plan import CopyPlan
 from lmcache_kernels.transfer.moving.slice_plan import (
-    FIRST_BYTES,
-    HEAD_BYTES,
     fill,
+    head_bytes,
     layer_ends,
     layer_sizes,
     part_sizes,
@@ -28,25 +27,30 @@ MB = 1 << 20
 @given(
     nbytes=st.integers(1, 200 * MB),
     most=st.integers(1, 40 * MB),
-    small_first=st.booleans(),
-    small_last=st.booleans(),
+    first=st.integers(0, 4 * MB),
+    last=st.integers(0, 4 * MB),
 )
-def test_sizes_are_those_of_the_chunk_and_within_the_bound(nbytes, most, small_first, small_last):
-    sizes = part_sizes(nbytes, most, small_first=small_first, small_last=small_last)
+def test_sizes_are_those_of_the_chunk_and_within_the_bound(nbytes, most, first, last):
+    sizes = part_sizes(nbytes, most, first=first, last=last)
     assert all(0 < size <= most for size in sizes)
     assert nbytes <= sum(sizes) < nbytes + len(sizes)
-    if nbytes >= FIRST_BYTES and most >= FIRST_BYTES:
-        assert not small_first or FIRST_BYTES <= sizes[0] <= HEAD_BYTES
-        assert not small_last or small_first or sizes[-1] == FIRST_BYTES
+    if nbytes >= 4 * MB <= most:
+        assert not first or sizes[0] == first
+        assert first or not last or sizes[-1] == last
 
 
 def test_a_pipeline_starts_and_ends_small_and_is_even_between():
-    assert part_sizes(32 * MB, 16 * MB, small_first=False, small_last=False) == [16 * MB] * 2
-    assert part_sizes(18 * MB, 16 * MB, small_first=False, small_last=False) == [9 * MB] * 2
-    assert part_sizes(8 * MB, 16 * MB, small_first=True, small_last=False) == [3 * MB, 5 * MB]
-    assert part_sizes(4 * MB, 16 * MB, small_first=True, small_last=False) == [2 * MB] * 2
-    assert part_sizes(8 * MB, 16 * MB, small_first=False, small_last=True) == [7 * MB, MB]
-    assert part_sizes(MB // 2, 16 * MB, small_first=True, small_last=True) == [MB // 2]
+    assert part_sizes(32 * MB, 16 * MB) == [16 * MB] * 2
+    assert part_sizes(18 * MB, 16 * MB) == [9 * MB] * 2
+    assert part_sizes(8 * MB, 16 * MB, first=3 * MB) == [3 * MB, 5 * MB]
+    assert part_sizes(8 * MB, 16 * MB, last=MB) == [7 * MB, MB]
+    assert part_sizes(MB // 2, 16 * MB, first=MB, last=MB) == [MB // 2]
+
+
+def test_the_head_of_a_store_leaves_as_much_for_the_first_slice():
+    assert [head_bytes(size * MB) for size in (1, 2, 4, 6, 32)] == [
+        size * MB for size in (1, 1, 2, 3, 3)
+    ]
 
 
 @given(
@@ -107,16 +111,16 @@ def test_parts_are_the_payload_and_the_tiles_one_behind_the_other(
 @given(
     sizes=st.lists(st.integers(1, 100), max_size=30),
     most=st.integers(100, 300),
-    first=st.integers(1, 300),
+    ramp=st.lists(st.integers(1, 300), max_size=3),
 )
-def test_slices_are_filled_in_order_and_never_too_full(sizes, most, first):
-    slices = fill(sizes, int, most, first)
+def test_slices_are_filled_in_order_and_never_too_full(sizes, most, ramp):
+    slices = fill(sizes, int, most, ramp)
     assert [size for one in slices for size in one] == sizes
     assert all(one and sum(one) <= most for one in slices)
-    if slices:
-        assert len(slices[0]) == 1 or sum(slices[0]) <= first
-        for one, after in itertools.pairwise(slices[1:]):
-            assert sum(one) + after[0] > most
+    for one, room in zip(slices, ramp, strict=False):
+        assert len(one) == 1 or sum(one) <= room
+    for one, after in itertools.pairwise(slices[len(ramp) :]):
+        assert sum(one) + after[0] > most
 
 
 @given(places=st.lists(st.integers(0, 200), min_size=1, unique=True).map(sorted))

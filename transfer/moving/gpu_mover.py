@@ -157,8 +157,8 @@ class GpuMover:
         side: Side = "dst" if storing else "src"
         groups, layout, device, where = self._groups, self._layout, self._device, self._where
         if name in ("staged", _GENTLE):
-            bound, slices = self._max_programs, self._slices
-            if name == _GENTLE:
+            bound, slices, gentle = self._max_programs, self._slices, name == _GENTLE
+            if gentle:
                 slices = {"slices": GENTLE_SLICES, "slice_bytes": GENTLE_BYTES}
             return StagedPath(
                 device,
@@ -166,6 +166,7 @@ class GpuMover:
                 where,
                 layout=layout,
                 storing=storing,
+                head=not gentle,
                 **slices,
             )
         if name == "direct":

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 PATHS = ("staged", "direct", "batch")
 
-DISTURBING_SECONDS = {True: 100e-6, False: 1e-3}
+DISTURBING_SECONDS = {True: 100e-6, False: 200e-6}
 """A path whose kernels hold multiprocessors while the link works may do so for this long, beside
-decoding and beside anything else: a thousandth or a hundredth of the time if it happens ten times a
-second. Longer, it slows decoding several times (H200: kernels on pinned memory 1.2x to 8x, 30 November
+decoding and beside anything else: one or two thousandths of the time if it happens ten times a second.
+Longer, it slows decoding several times (H200: kernels on pinned memory 1.2x to 8x, 30 November
 2026)."""
 
 DISTURBING = {"direct"}

@@ -32,6 +32,13 @@ FIRST_BYTES = 1 << 20
 """Of the slice at the end of the pipeline where one engine waits for the other: the first of a store
 must be gathered before the link has anything to do, the last of a load is scattered after it."""
 
+SECOND_BYTES = 11 << 20
+"""Of the slice beside that one: its kernels, some 0.6 us a MiB and 5 to 15 us a launch, shall be over when the
+link is through with the other, which takes 19 us. One chunk of 10 MiB fits; larger parts are alone in it."""
+
+ALONE_BYTES = 1 << 20
+"""Copies of a slice that are as large as this on average are queued one by one, smaller ones in one call."""
+
 WHOLE_BYTES = 4 << 20
 """A load of at most so many is one slice: a second copy would cost the link as much as a smaller last
 kernel saves, some 3 us (H200, 30 November 2026), and the host more."""
@@ -41,30 +48,40 @@ HEAD_PROGRAMS = 64
 each: they keep the link full until the copy engine has something to copy."""
 
 
-def part_sizes(nbytes: int, most: int, *, small_first: bool, small_last: bool) -> list[int]:
+def part_sizes(nbytes: int, most: int, *, first: int = 0, last: int = 0) -> list[int]:
     """Sizes of the parts of a chunk: even, but small at an end of the pipeline.
 
     Args:
         nbytes: of the chunk.
         most: bytes of a slice.
-        small_first, small_last: this end of the chunk is an end of the pipeline.
+        first, last: bytes of the part at this end of the chunk, if it is an end of the pipeline; of both
+            ends the first only.
     """
-    head = max(min(HEAD_BYTES, nbytes // 2), FIRST_BYTES)
-    first = [min(head, most, nbytes)] if small_first else []
-    last = [min(FIRST_BYTES, most, nbytes)] if small_last and not small_first else []
-    rest = nbytes - sum(first) - sum(last)
+    start = [min(first, most, nbytes)] if first else []
+    end = [min(last, most, nbytes)] if last and not first else []
+    rest = nbytes - sum(start) - sum(end)
     count = -(-rest // most)
     middle = [-(-rest // count)] * count if count else []
-    return first + middle + last
+    return start + middle + end
 
 
-def fill(parts: Sequence[T], size: Callable[[T], int], most: int, first: int) -> list[list[T]]:
-    """The parts in slices of at most ``most`` bytes, the first of which is full with ``first``."""
+def head_bytes(nbytes: int) -> int:
+    """Of the first part of a store, given those of its first chunk."""
+    return max(min(HEAD_BYTES, nbytes // 2), FIRST_BYTES)
+
+
+def fill(
+    parts: Sequence[T], size: Callable[[T], int], most: int, ramp: Sequence[int]
+) -> list[list[T]]:
+    """The parts in slices of at most ``most`` bytes, the first of which are full with those of ``ramp``.
+
+    A part that is larger is alone in its slice.
+    """
     slices: list[list[T]] = []
     used, room = 0, 0
     for part in parts:
         if used + size(part) > room or not slices:
-            room = most if slices else min(first, most)
+            room = min(ramp[len(slices)], most) if len(slices) < len(ramp) else most
             slices.append([])
             used = 0
         slices[-1].append(part)

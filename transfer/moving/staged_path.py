@@ -24,12 +24,15 @@ from .device import EventCompletion
 from .path import Path
 from .pieces import ALIGN, Contents, Piece, aligned
 from .slice_plan import (
+    ALONE_BYTES,
     FIRST_BYTES,
     HEAD_PROGRAMS,
+    SECOND_BYTES,
     SLICE_BYTES,
     SLICES,
     WHOLE_BYTES,
     fill,
+    head_bytes,
     layer_ends,
     layer_sizes,
     part_sizes,
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
 
 BY_LAYER = "staged: layer by layer"
 
+_RAMP = FIRST_BYTES, SECOND_BYTES
 _ENDS = ((False, False), (True, False), (False, True), (True, True))
 
 
@@ -59,6 +63,7 @@ class StagedPath(Path):
     Args:
         layout: of the chunks.
         slices, slice_bytes: how many there are, and how large at most; None: as slice_plan has it.
+        head: a kernel writes the first part of a store to host memory itself.
     """
 
     def __init__(
@@ -71,11 +76,13 @@ class StagedPath(Path):
         storing: bool,
         slices: int | None = None,
         slice_bytes: int | None = None,
+        head: bool = True,
     ) -> None:
         super().__init__(device, prepare, where, storing=storing)
         self._nbytes = layout.nbytes
         self._count = slices or SLICES
         self._slice_bytes = aligned(slice_bytes or SLICE_BYTES)
+        self._has_head = head and storing
         self._slices: deque[_Slice] = deque()
         self._cuts: dict[tuple[bool, bool], list[ChunkPart]] = {}
         self._layer_cut: list[ChunkPart] = []
@@ -89,7 +96,7 @@ class StagedPath(Path):
             self._memory = torch.empty(shape, dtype=torch.uint8, device=self._where)
         # New ones, also where a device that stopped still holds older ones.
         self._slices = deque(_Slice(piece, self._device) for piece in self._memory)
-        if self._storing:
+        if self._has_head:
             self._aside = self._stream("head")
 
     def _let_go(self) -> None:
@@ -116,15 +123,16 @@ class StagedPath(Path):
                 index, move, self._parts(index == 0, index == last and not whole)
             )
         ]
-        if self._storing and pieces and moves[0].reachable and not pieces[0].part.last:
+        if self._has_head and pieces and moves[0].reachable and not pieces[0].part.last:
             self._queue_head(launches, pieces.pop(0))
-        first = self._slice_bytes if whole or self._head is not None else FIRST_BYTES
-        self._queue_pieces(launches, pieces, first)
+            self._queue_pieces(launches, pieces, _RAMP[1:])
+        else:
+            self._queue_pieces(launches, pieces, () if whole else _RAMP)
         return ()
 
     def _wait_for(self, event: Any) -> None:
         super()._wait_for(event)
-        if self._storing:  # not by way of the other stream: every step costs some 3 us
+        if self._has_head:  # not by way of the other stream: every step costs some 3 us
             self._device.wait(self._aside, event)
 
     def _queue_head(self, launches: Launches, piece: Piece) -> None:
@@ -164,7 +172,7 @@ class StagedPath(Path):
                 for index, move in enumerate(moves)
                 if self._wanted[index][part.group]
             ]
-            self._queue_pieces(launches, pieces, FIRST_BYTES)
+            self._queue_pieces(launches, pieces)
             through = max(map(max, layers)) if behind is None else behind.first_layer - 1
             if through >= part.first_layer:
                 steps.append((through, EventCompletion(self._point(self._kernels))))
@@ -186,7 +194,7 @@ class StagedPath(Path):
         for place, some in itertools.groupby(parts, lambda part: part.last_layer):
             self._come_after(marks.wait(place))
             pieces = [Piece(index, move, part) for part in some for index, move in enumerate(moves)]
-            self._queue_pieces(launches, pieces, FIRST_BYTES)
+            self._queue_pieces(launches, pieces)
         return ()
 
     def _cut_by_layer(
@@ -198,14 +206,16 @@ class StagedPath(Path):
             self._layer_cut, self._cut_for = self._copy.cut(sizes, layers, ends), asked
         return self._layer_cut
 
-    def _queue_pieces(self, launches: Launches, pieces: list[Piece], first: int) -> None:
+    def _queue_pieces(
+        self, launches: Launches, pieces: list[Piece], ramp: Sequence[int] = _RAMP
+    ) -> None:
         """Queue them in slices, in order; those of one slice share a call of the copy engine.
 
         Args:
-            first: bytes at which the slice is full at which one engine waits for the other.
+            ramp: bytes of slices, from the one at which one engine waits for the other.
         """
         way = 1 if self._storing else -1
-        slices = fill(pieces[::way], Piece.room, self._slice_bytes, first)[::way]
+        slices = fill(pieces[::way], Piece.room, self._slice_bytes, ramp)[::way]
         # A load's copies wait for nobody but slices, so all that can begin do so before any kernel.
         ahead = 1 if self._storing else self._count
         filled: deque[_Filled] = deque()
@@ -257,11 +267,13 @@ class StagedPath(Path):
         here, host_side, sizes = zip(*contents.copies(), strict=True)
         to, origin = (host_side, here) if self._storing else (here, host_side)
         pinned = all(piece.move.reachable for piece in contents.pieces)
-        if len(sizes) > 1 and pinned and self._device.batches:
+        small = sum(sizes) < ALONE_BYTES * len(sizes)
+        if small and len(sizes) > 1 and pinned and self._device.batches:
             columns = (np.array(column, dtype=np.uint64) for column in (to, origin, sizes))
             self._device.copy_batch(self._link, *columns)
             return
         for one in zip(to, origin, sizes, strict=True):
+            self._pace()
             self._device.copy(self._link, *one, pinned=pinned)
 
     def _ends(self) -> tuple[Any, Any]:
@@ -280,8 +292,12 @@ class StagedPath(Path):
         """How a chunk is cut that is, or is not, the first and the last of a run."""
         ends = first and self._storing, last and not self._storing
         if ends not in self._cuts:
+            start = head_bytes(self._nbytes) if self._has_head else FIRST_BYTES
             sizes = part_sizes(
-                self._nbytes, self._slice_bytes, small_first=ends[0], small_last=ends[1]
+                self._nbytes,
+                self._slice_bytes,
+                first=start if ends[0] else 0,
+                last=FIRST_BYTES if ends[1] else 0,
             )
             self._cuts[ends] = self._copy.cut(sizes)
         return self._cuts[ends]
