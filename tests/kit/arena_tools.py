@@ -41,6 +41,18 @@ def flip_payload_bit(server, chunk, bit):
     arena.close()
 
 
+def damage(arena, digest, where):
+    """Spoil the header, or the payload, of the chunk of this name.
+
+    Args:
+        arena: mapped.
+    """
+    view = arena.view(0, arena.nbytes)
+    (offset,) = [one for one in slots(view) if bytes(view[one + 56 : one + 88]) == digest]
+    view[offset + {"header": 8, "payload": HEADER_BYTES}[where]] ^= 0x10
+    view.release()
+
+
 def scramble_payloads(server, span=4096):
     """Overwrite what lies behind every header, up to the next one or ``span`` pieces of it.
 

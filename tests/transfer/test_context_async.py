@@ -11,9 +11,9 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from cachekit import BY_NAME, make_cache, oracle_chunk, untouched_outside
+from cachekit import BY_NAME, make_cache, untouched_outside
+from engine_rig import CHUNK, Rig
 from gate_port import GatePort
-from held_mover import HeldMover
 
 from lmcache_kernels.errors import (
     Closed,
@@ -27,9 +27,7 @@ from lmcache_kernels.errors import (
 )
 from lmcache_kernels.transfer.embedded import EmbeddedCache
 from lmcache_kernels.transfer.engine_driven import attachment, worker
-from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
 from lmcache_kernels.transfer.engine_driven.registration import Registration
-from lmcache_kernels.transfer.keys import shard_id
 from lmcache_kernels.transfer.messages import (
     AbortStore,
     Clear,
@@ -42,62 +40,8 @@ from lmcache_kernels.transfer.messages import (
 )
 from lmcache_kernels.transfer.moving.moves import Over
 from lmcache_kernels.transfer.store_transfer import StoreTransfer
-from lmcache_kernels.views import group_of
 
-CHUNK = 8  # two blocks of four tokens
 WAIT = 30.0
-
-
-class Rig:
-    """An engine's cache, a cache server behind a gate, and a context between them."""
-
-    def __init__(self, closing, *, cache=None, chunk=CHUNK, **options):
-        self._closing = closing
-        self._chunk = chunk
-        self.cache = cache or make_cache(BY_NAME["kv_first_nhd"], blocks=32)
-        self.cache.fill_random(1)
-        self.port = GatePort(self.new_server())
-        self.context = EngineDrivenContext(
-            [group_of(self.cache.tensors, self.cache.axes)],
-            chunk_tokens=chunk,
-            shard=lambda layout: shard_id(layout.fingerprint, index=0, count=1),
-            instance=secrets.randbits(63),
-            port=self.port,
-            mover=self._make_mover,
-            **options,
-        )
-        closing.callback(self.context.close)
-        closing.callback(lambda: (self.port.let_go(), self.mover.let_go()))
-
-    def _make_mover(self, groups, layout):
-        self.mover = HeldMover(groups, layout)
-        return self.mover
-
-    def new_server(self):
-        server = EmbeddedCache(1 << 20, chunk_tokens=self._chunk)
-        self._closing.callback(server.close)
-        return server
-
-    def restart_server(self):
-        """Another one with nothing in it, in the place of this one, which is gone."""
-        self.port.inner.close()
-        self.port.inner = self.new_server()
-
-    def store(self, digests, ids):
-        return self.context.submit_store(digests, [ids])
-
-    def load(self, digests, ids, **options):
-        return self.context.submit_retrieve(digests, [ids], **options)
-
-    def stats(self):
-        return self.port.inner.stats()
-
-    def fill_blocks(self, ids, value):
-        for tensor in self.cache.tensors:
-            tensor[:, ids] = value
-
-    def same(self, ids, others):
-        return torch.equal(oracle_chunk(self.cache, ids), oracle_chunk(self.cache, others))
 
 
 @pytest.fixture

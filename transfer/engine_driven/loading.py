@@ -25,13 +25,14 @@ from lmcache_kernels.transfer.moving.moves import (
 from lmcache_kernels.transfer.pacing import paced
 
 from . import worker
+from .batches import batches
 from .lane import Moves
 from .layered_load import LayeredLoad
 from .worker import pack_digests
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
-    from typing import Any
+    from typing import Any, TypeAlias
 
     from lmcache_kernels.chunk_copy import Layers
     from lmcache_kernels.transfer.moving.moves import ChunkMove, Completion, Moved
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from .attachment import Attached
     from .lane import Work
     from .worker import Worker
+
+    _Queued: TypeAlias = tuple[Moved, list[tuple[int, ...]]]
+    """What the device was given, and the fingerprints that each chunk shall have."""
 
 logger = logging.getLogger(__name__)
 
@@ -122,29 +126,62 @@ class Loading:
         for places in arena.rounds(slots.offsets, storing=False):
             for number, place in enumerate(places, start=loaded):
                 arena.fetch(ask, slots.ticket, number, place)
-            moves: list[ChunkMove] = []
-            expected: list[tuple[int, ...]] = []
-            for index, place in paced(enumerate(places, start=loaded)):
-                stored = arena.fingerprints_of(place, load.digests[index])
-                if stored is None:
-                    damaged.append(index)
-                    break
-                moves.append(arena.move(place, blocks_of(ids, own.layout, index)))
-                expected.append(stored)
-            if moves:
-                last = loaded + len(moves) == len(slots.offsets)
-                moved = self._scatter(load, moves, first=not loaded, last=last)
-                if arena.mapped:
-                    yield
-                good, note = _as_expected(moved, expected), moved.note
-                loaded += good
-                if good < len(moves):
-                    damaged.append(loaded)
-                    name = load.digests[loaded].hex()[:16]
-                    logger.warning("chunk %s is damaged: it is not what was stored", name)
+            queued = self._queue(load, ids, arena, places, loaded, len(slots.offsets), damaged)
+            if arena.mapped and queued:
+                yield
+            good = _as_expected(queued)
+            loaded += good
+            if good < sum(len(expected) for _, expected in queued):
+                damaged.append(loaded)
+                name = load.digests[loaded].hex()[:16]
+                logger.warning("chunk %s is damaged: it is not what was stored", name)
+            if queued:
+                note = queued[-1][0].note
             if damaged:
                 break
         return loaded, note
+
+    def _queue(
+        self,
+        load: Load,
+        ids: Sequence[tuple[int, ...]],
+        arena: Attached,
+        places: Sequence[int],
+        first: int,
+        chunks: int,
+        damaged: list[int],
+    ) -> list[_Queued]:
+        """Give the device what is at ``places``, the chunks from number ``first`` of so many on.
+
+        Ends before the first of ``damaged``, which gets it. If it raises, the device is done with what it
+        had been given.
+        """
+        own = self._worker
+        queued: list[_Queued] = []
+        some = [places] if load.layers is not None else batches(places, own.layout.nbytes)
+        index = first
+        try:
+            for batch in some:
+                moves: list[ChunkMove] = []
+                expected: list[tuple[int, ...]] = []
+                for place in paced(batch):
+                    stored = arena.fingerprints_of(place, load.digests[index])
+                    if stored is None:
+                        damaged.append(index)
+                        break
+                    moves.append(arena.move(place, blocks_of(ids, own.layout, index)))
+                    expected.append(stored)
+                    index += 1
+                if moves:
+                    begins = index == len(moves)
+                    moved = self._scatter(load, moves, first=begins, last=index == chunks)
+                    queued.append((moved, expected))
+                if damaged:
+                    break
+        except BaseException:
+            _wait(queued)
+            raise
+        return queued
 
     def _scatter(self, load: Load, moves: Sequence[ChunkMove], *, first: bool, last: bool) -> Moved:
         if first:
@@ -183,9 +220,19 @@ def _check_slots(slots: LoadSlots, arena: Attached, chunks: int) -> None:
         raise RemoteProtocolError(f"slots: expected at most {chunks}, got {len(slots.offsets)}")
 
 
-def _as_expected(moved: Moved, expected: list[tuple[int, ...]]) -> int:
+def _as_expected(queued: Sequence[_Queued]) -> int:
     """Wait for the device, however long it takes; how many chunks are as expected, from the first on."""
-    while not moved.done.wait(worker.DEVICE_TIMEOUT):
-        logger.error("the device has not finished a scatter in %s s", worker.DEVICE_TIMEOUT)
-    pairs = enumerate(zip(moved.fingerprints(), expected, strict=True))
-    return next((index for index, pair in pairs if not is_as_stored(*pair)), len(expected))
+    _wait(queued)
+    good = 0
+    for moved, expected in queued:
+        for found, stored in zip(moved.fingerprints(), expected, strict=True):
+            if not is_as_stored(found, stored):
+                return good
+            good += 1
+    return good
+
+
+def _wait(queued: Sequence[_Queued]) -> None:
+    for moved, _ in queued:
+        while not moved.done.wait(worker.DEVICE_TIMEOUT):
+            logger.error("the device has not finished a scatter in %s s", worker.DEVICE_TIMEOUT)

@@ -17,7 +17,7 @@ from lmcache_kernels.transfer.messages import (
     StoreSlots,
 )
 from lmcache_kernels.transfer.moving.moves import (
-    Over,
+    All,
     StillMovingError,
     blocks_of,
     check_block_ids,
@@ -25,6 +25,7 @@ from lmcache_kernels.transfer.moving.moves import (
 from lmcache_kernels.transfer.pacing import paced
 
 from . import worker
+from .batches import batches
 from .lane import Moves
 from .layered_store import LayeredStore
 from .worker import pack_digests
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from lmcache_kernels.transfer.moving.moves import (
-        ChunkMove,
         Completion,
         Fingerprints,
         Moved,
@@ -112,52 +112,72 @@ class Storing:
             if first:
                 store.transfer.pause()
             here = list(zip(slots.indices[first:], places, strict=False))
-            moves = []
-            for index, place in paced(here):
-                arena.erase_header(place)
-                moves.append(arena.move(place, blocks_of(ids, own.layout, index)))
-            moved = self._gather(store, moves, arena)
+            queued = self._gather(store, ids, here, arena)
             give_up_at = time.monotonic() + worker.DEVICE_TIMEOUT
             if arena.mapped:
                 yield
-            found = self._end(store.transfer, arena, moved, give_up_at)
+            found = self._end(store.transfer, arena, queued, give_up_at)
             for (index, place), fingerprints in paced(zip(here, found, strict=True)):
                 arena.write_header(place, store.digests[index], fingerprints)
             for number, place in enumerate(places, start=first):
                 arena.send(ask, slots.ticket, number, place)
-            first, note = first + len(places), moved.note
+            first, note = first + len(places), queued[-1].note
         ask(CommitStore(instance=own.instance, ticket=slots.ticket), Done)
         return note
 
-    def _gather(self, store: Store, moves: Sequence[ChunkMove], arena: Attached) -> Moved:
-        if not store.transfer.begin():
-            raise Closed("the store was stopped before it read the cache")
+    def _gather(
+        self,
+        store: Store,
+        ids: Sequence[tuple[int, ...]],
+        slots: Sequence[tuple[int, int]],
+        arena: Attached,
+    ) -> list[Moved]:
+        """Give the device what goes into ``slots``: the number of a chunk, and where it goes."""
+        own = self._worker
         layers = store.transfer if isinstance(store.transfer, LayeredStore) else None
-        free: Completion = Over()  # unless it is said below when: a call that fails has ended
+        queued: list[Moved] = []
+        reads: list[Completion] = []
         try:
-            with self._worker.span(f"gather {len(moves)} chunks"):
-                moved = self._worker.mover.gather(moves, store.after, layers)
-            free = moved.cache_free
-        except StillMovingError as error:
-            free = error.done
-            self._lose(error.done, arena)
-            raise _StillWritingError(str(error)) from error
+            for some in batches(slots, own.layout.nbytes) if layers is None else [slots]:
+                moves = []
+                for index, place in paced(some):
+                    arena.erase_header(place)
+                    moves.append(arena.move(place, blocks_of(ids, own.layout, index)))
+                if not store.transfer.begin():
+                    raise Closed("the store was stopped before it read the cache")
+                with own.span(f"gather {len(moves)} chunks"):
+                    moved = own.mover.gather(moves, store.after, layers)
+                queued.append(moved)
+                reads.append(moved.cache_free)
+        except BaseException as error:
+            writes = [moved.done for moved in queued]
+            patience = worker.DEVICE_TIMEOUT
+            if isinstance(error, StillMovingError):  # which has waited
+                reads.append(error.done)
+                writes.append(error.done)
+                patience = 0.0
+            if not All(writes).wait(patience):
+                self._lose(All(writes), arena)
+                raise _StillWritingError(str(error)) from error
+            raise
         finally:
-            store.transfer.launched(free)  # a flush must not wait for the server to hear of it
-        return moved
+            # Now, for a flush must not wait until the server has heard of it.
+            store.transfer.launched(All(reads))
+        return queued
 
     def _end(
-        self, transfer: StoreTransfer, arena: Attached, moved: Moved, give_up_at: float
+        self, transfer: StoreTransfer, arena: Attached, queued: Sequence[Moved], give_up_at: float
     ) -> list[Fingerprints]:
         """Wait for the device; the fingerprints."""
-        if not moved.done.wait(max(0.0, give_up_at - time.monotonic())):
-            self._lose(moved.done, arena)
+        done = All([moved.done for moved in queued])
+        if not done.wait(max(0.0, give_up_at - time.monotonic())):
+            self._lose(done, arena)
             raise _StillWritingError(
                 f"the device did not finish a gather in {worker.DEVICE_TIMEOUT:g} s"
             )
         if not transfer.wanted:
             raise Closed("the blocks were reused while the store read them")
-        return moved.fingerprints()
+        return [one for moved in queued for one in moved.fingerprints()]
 
     def _lose(self, done: Completion, arena: Attached) -> None:
         """The device may write into the arena until ``done``."""
