@@ -102,6 +102,9 @@ class ChunkCopy:
         )
         self._blocks = layout.blocks_per_chunk
         self._pools = [group.num_blocks for group in groups]
+        self._chunk_ids = [
+            pack_ids(range(count), count, "", False) for count in layout.blocks_per_chunk
+        ]
         self._chunk_side = chunk_side
         self._executor = KernelCopy(
             self.plan,
@@ -184,13 +187,12 @@ class ChunkCopy:
             raise LayoutError(f"ids: expected {len(self._blocks)} groups, got {len(blocks)}")
         pairs = []
         loading = self._chunk_side == "src"
-        for index, (ids, count, pool) in enumerate(
-            zip(blocks, self._blocks, self._pools, strict=True)
+        for index, (ids, chunk, pool) in enumerate(
+            zip(blocks, self._chunk_ids, self._pools, strict=True)
         ):
-            if len(ids) != count:
-                raise LayoutError(f"ids[{index}]: expected {count} blocks, got {len(ids)}")
+            if len(ids) != len(chunk):
+                raise LayoutError(f"ids[{index}]: expected {len(chunk)} blocks, got {len(ids)}")
             cache = pack_ids(ids, pool, f"ids[{index}]", loading)
-            chunk = pack_ids(range(count), count, "", False)
             pairs.append((cache, chunk) if loading else (chunk, cache))
         return pairs
 
