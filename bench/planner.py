@@ -10,7 +10,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from lmcache_kernels.transfer.moving import calibration
-from lmcache_kernels.transfer.moving.planner import Job, Planner
+from lmcache_kernels.transfer.moving.planner import Job, Planner, allowed
 
 from .results import Row, with_ratios
 from .timing import Spread
@@ -51,11 +51,10 @@ def rows_of(planner: Planner, device: str, run_bytes: int, runs: int, rounds: in
         exact = probe.is_exact()
     for storing in (True, False):
         seconds = {one.path: one.seconds for one in samples if one.storing == storing}
-        # What would be quickest but disturbs a decoding engine for longer is no choice.
-        job = Job(storing, run_bytes, runs)
-        allowed = planner.allowed(job, list(seconds))
-        best = min(allowed, key=lambda path: seconds[path])
-        choice = planner.choose(job, list(seconds))
+        # What disturbs an engine for longer, or for too little, is no choice, as it was measured here.
+        fair = allowed(seconds, decoding=False)
+        best = min(fair, key=lambda path: fair[path])
+        choice = planner.choose(Job(storing, run_bytes, runs), list(seconds))
         entries = {CHOSEN: seconds[choice.path], BEST: seconds[best], **seconds}
         row = with_ratios(
             Row(

@@ -140,8 +140,9 @@ def block_copy_kernel(
     and these are the arguments ``to*`` and ``from*`` instead. Strides are in units of UNIT bytes.
     Nothing is written for a destination id below 0. FINGERPRINT 0: none; 1, 2: the destination's or
     source's planes are chunks, ``shift`` bytes behind where the tables say, whose parts of a
-    fingerprint ``sums`` int64[chunks, rows] gains. ``total_at`` not 0: the address of the one chunk's
-    fingerprint, which this launch completes; behind its sums lies a counter.
+    fingerprint ``sums`` int64[chunks, rows] gains. ``total_at`` not 0: ``sums`` are of one
+    chunk, this launch is the last that adds to them, and writes their total there; behind them lies a
+    counter.
     """
     LANES: tl.constexpr = UNIT // WORD_BYTES
     # Powers of two, so that the runs of a tile need no division.

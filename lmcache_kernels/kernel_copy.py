@@ -1,4 +1,4 @@
-"""The block copy by the kernel: tables made once, then a aside words and a launch for every copy."""
+"""The block copy by the kernel: tables made once, then a few words and a launch for every copy."""
 
 from __future__ import annotations
 

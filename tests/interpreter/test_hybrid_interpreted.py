@@ -12,6 +12,7 @@ from lazy_device import LazyDevice
 from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.fingerprint import fingerprint
 from lmcache_kernels.ids import ABSENT
+from lmcache_kernels.transfer.moving import tally
 from lmcache_kernels.transfer.moving.gpu_mover import GpuMover
 from lmcache_kernels.transfer.moving.moves import ChunkMove, is_as_stored
 from lmcache_kernels.transfer.moving.planner import PATHS
@@ -101,6 +102,42 @@ def test_blocks_outside_a_window_are_left_out(model, path):
         assert rig.block(0, layer, first) == was
         assert rig.same(0, layer, left_out={0})
     assert all(rig.same(1, layer) for layer in range(len(rig.caches[1])))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("model", [gemma, qwen3_next])
+def test_several_chunks_have_totals_of_their_own(model, path, monkeypatch):
+    """More of them than there are sums and pinned totals at first."""
+    monkeypatch.setattr(tally, "ENTRIES", 2)
+    monkeypatch.setattr(tally, "TOTALS", 2)
+    rig = Rig(model, path)
+    chunks = 3
+    counts = rig.layout.blocks_per_chunk
+    step = -(-rig.layout.nbytes // 512) * 512 + 512
+    host = torch.full((chunks * step + 512,), 0xA5, dtype=torch.uint8)
+    at = host.data_ptr() + -host.data_ptr() % 512
+
+    def moves(blocks):
+        return [ChunkMove(at + n * step, one, reachable=True) for n, one in enumerate(blocks)]
+
+    order = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(9)).tolist()
+    here = [
+        tuple(tuple(order[n * count : (n + 1) * count]) for count in counts) for n in range(chunks)
+    ]
+    stored = rig.mover.gather(moves(here), None)
+    rig.device.settle()
+    sums = stored.fingerprints()
+    assert len({one for groups in sums for one in groups}) == chunks * len(counts)
+    for index, blocks in enumerate(here):  # as if each were alone
+        alone = rig.mover.gather(moves([blocks]), None)
+        rig.device.settle()
+        assert alone.fingerprints() == [sums[index]]
+    again = rig.mover.gather(moves(here), None)
+    rig.device.settle()
+    assert again.fingerprints() == sums
+    loaded = rig.mover.scatter(moves(here), None)
+    rig.device.settle()
+    assert loaded.fingerprints() == sums
 
 
 def payload_of(rig, group):

@@ -21,7 +21,7 @@ from lmcache_kernels.errors import ConfigError, LayoutError, TransferFailed
 from lmcache_kernels.fingerprint import fingerprint
 from lmcache_kernels.ids import ABSENT
 from lmcache_kernels.transfer.moving import path as path_module
-from lmcache_kernels.transfer.moving import slice_plan, tally
+from lmcache_kernels.transfer.moving import pieces, slice_plan, staged_path, tally
 from lmcache_kernels.transfer.moving.device import EventCompletion
 from lmcache_kernels.transfer.moving.gpu_mover import GpuMover
 from lmcache_kernels.transfer.moving.moves import ChunkMove, StillMovingError
@@ -203,6 +203,55 @@ def test_memory_that_kernels_do_not_reach_goes_through_slices():
     assert rig.mover.choose(rig.moves(), storing=True).path == "direct"
 
 
+def test_a_store_beside_decoding_has_no_head():
+    """A kernel that writes to the host itself would be in the way for as long as the link takes."""
+    rig = Rig(chunks=1, slices=8, slice_bytes=512)
+    rig.mover.decoding = True
+    sums = rig.store()
+    assert len(rig.device.streams) == 2
+    assert sums == [(fingerprint(bytes(rig.payload(0).numpy())),)]
+
+
+@pytest.mark.parametrize(("storing", "head"), [(True, 512), (True, 1 << 20), (False, 0)])
+def test_slices_grow_from_the_end_at_which_one_engine_waits(storing, head, monkeypatch):
+    monkeypatch.setattr(staged_path, "_RAMP", (256, 1024))
+    monkeypatch.setattr(staged_path, "head_bytes", lambda nbytes: head)
+    monkeypatch.setattr(pieces, "NEAR_BYTES", 0)
+    rig = Rig(chunks=8, blocks=80, slices=2, slice_bytes=8192, layers=1)
+    sizes, copy, batch = [], rig.device.copy, rig.device.copy_batch
+
+    def watched(stream, to, origin, nbytes, *, pinned):
+        sizes.append(nbytes)
+        copy(stream, to, origin, nbytes, pinned=pinned)
+
+    def watched_batch(stream, to, origin, some):
+        sizes.append(int(some.sum()))
+        batch(stream, to, origin, some)
+
+    rig.store()
+    monkeypatch.setattr(rig.device, "copy", watched)
+    monkeypatch.setattr(rig.device, "copy_batch", watched_batch)
+    if storing:
+        rig.store()
+    else:
+        rig.mover.scatter(rig.moves(), None)
+        rig.device.settle()
+    largest = max(rig.layout.nbytes, 1024)  # a part that is larger is alone
+    near = sizes if storing else sizes[::-1]
+    assert len(near) > 2
+    assert near[0] <= largest
+    assert max(near) > largest
+
+
+@pytest.mark.parametrize(("alone", "batched"), [(1, 0), (1 << 20, 1)])
+def test_large_copies_of_a_slice_are_queued_one_by_one(alone, batched, monkeypatch):
+    monkeypatch.setattr(staged_path, "ALONE_BYTES", alone)
+    rig = Rig(chunks=3, slice_bytes=1 << 20)
+    rig.store()
+    assert rig.device.batch_calls == batched
+    assert rig.device.copies == 3
+
+
 @pytest.mark.parametrize("slices", [1, 2, 3])
 def test_the_copies_of_a_load_that_have_slices_begin_before_its_ids_are_made_ready(slices):
     rig = Rig(chunks=1, slices=slices, slice_bytes=512)
@@ -373,7 +422,7 @@ def test_no_moves_are_no_error():
 
 
 def test_a_run_of_more_chunks_than_there_is_room_for(monkeypatch):
-    monkeypatch.setattr(tally, "CHUNKS", 2)
+    monkeypatch.setattr(tally, "ENTRIES", 2)
     rig = Rig(chunks=5)
     few = rig.mover.gather(rig.moves()[:2], None)
     sums = rig.store()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import struct
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_kernels.chunk_layout import MAX_GROUPS
-from lmcache_kernels.errors import LocalProtocolError, RemoteProtocolError
+from lmcache_kernels.chunk_layout import MAX_GROUPS, ChunkLayout
+from lmcache_kernels.errors import LayoutError, LocalProtocolError, RemoteProtocolError
 from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES, pack_header, read_header
 from lmcache_kernels.transfer.serving.slots import SLOT_ALIGN
+from lmcache_kernels.views import group_of
 
 SHARD = bytes(range(32))
 DIGEST = bytes(range(100, 132))
@@ -102,3 +104,12 @@ def test_there_is_room_for_so_many_groups() -> None:
     assert read_header(pack_header(SHARD, DIGEST, SIZE, most), SHARD, DIGEST, SIZE) == tuple(most)
     with pytest.raises(LocalProtocolError, match="at most 48"):
         pack_header(SHARD, DIGEST, SIZE, [*most, 1])
+    group = group_of([torch.zeros(2, 4, 2, 1, 8)], "kv block token head dim")
+    assert len(ChunkLayout.of([group] * MAX_GROUPS, 4).groups) == MAX_GROUPS
+    with pytest.raises(LayoutError, match="groups: expected at most 48, got 49"):
+        ChunkLayout.of([group] * (MAX_GROUPS + 1), 4)
+
+
+def test_a_fingerprint_that_is_not_known_is_refused() -> None:
+    with pytest.raises(LocalProtocolError, match="64-bit fingerprints"):
+        pack_header(SHARD, DIGEST, SIZE, [1, None, 2])

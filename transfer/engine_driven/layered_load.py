@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class LayeredLoad(Transfer):
     """A submitted load by layers. ``result``: as of any load, once all layers are there.
 
-    What a layer holds is known to be right only when the result is: chunks are checked whole. So an
+    What a layer holds is known to be right only when the result is: every group of a chunk is checked as a whole. So an
     engine that used layers meanwhile must throw away what it made of them if the load has failed.
     """
 

@@ -99,11 +99,15 @@ class ArenaSlots:
         self._arena.view(offset, HEADER_BYTES)[:] = bytes(HEADER_BYTES)
 
     def write_header(self, offset: int, digest: bytes, fingerprints: Fingerprints) -> None:
-        """Args:
-        fingerprints: of all groups of the chunk that the slot holds now.
+        """Say that the slot holds this chunk now.
+
+        Args:
+            fingerprints: of all of its groups.
+
+        Raises:
+            LocalProtocolError: one is not known, or there are too many.
         """
-        known = [one for one in fingerprints if one is not None]
-        header = pack_header(self._shard, digest, self._payload_bytes, known)
+        header = pack_header(self._shard, digest, self._payload_bytes, fingerprints)
         self._arena.view(offset, HEADER_BYTES)[:] = header
 
     def fingerprints_of(self, offset: int, digest: bytes) -> tuple[int, ...] | None:

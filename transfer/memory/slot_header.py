@@ -44,7 +44,7 @@ _ID_BYTES = 32
 
 
 def pack_header(
-    shard: bytes, digest: bytes, payload_bytes: int, fingerprints: Sequence[int]
+    shard: bytes, digest: bytes, payload_bytes: int, fingerprints: Sequence[int | None]
 ) -> bytes:
     """The ``HEADER_BYTES`` in front of a chunk.
 
@@ -56,14 +56,13 @@ def pack_header(
             f"slot header: expected ids of {_ID_BYTES} bytes and a 64-bit size, got "
             f"{len(shard)} and {len(digest)} bytes and size {payload_bytes}"
         )
-    if len(fingerprints) > MAX_GROUPS or not all(0 <= one < 1 << 64 for one in fingerprints):
+    known = [one for one in fingerprints if one is not None and 0 <= one < 1 << 64]
+    if len(fingerprints) > MAX_GROUPS or len(known) < len(fingerprints):
         raise LocalProtocolError(
             f"slot header: expected at most {MAX_GROUPS} 64-bit fingerprints, got {fingerprints}"
         )
-    unused = (0,) * (MAX_GROUPS - len(fingerprints))
-    fields = _FIELDS.pack(
-        MAGIC, FORMAT_VERSION, 0, payload_bytes, shard, digest, *fingerprints, *unused
-    )
+    unused = (0,) * (MAX_GROUPS - len(known))
+    fields = _FIELDS.pack(MAGIC, FORMAT_VERSION, 0, payload_bytes, shard, digest, *known, *unused)
     return fields.ljust(HEADER_BYTES, b"\0")
 
 

@@ -1,4 +1,4 @@
-"""Kernels that read and write pinned host memory themselves: one launch a chunk, no slice.
+"""Kernels that read and write pinned host memory themselves: one launch a group of a chunk, no slice.
 
 The quickest way for a few small runs, which end before a copy engine has begun. It holds
 multiprocessors for as long as the link takes, so a decoding engine pays several times as much for it

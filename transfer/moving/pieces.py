@@ -16,7 +16,7 @@ ALIGN = 512
 """Of pieces in a slice: enough for any access width."""
 
 NEAR_BYTES = 8192
-"""Between two chunks of neighbouring slots: a load reads so much for nothing rather than begin a copy, for a
+"""Between two parts, of neighbouring slots or beside a group that is left out: a load reads so much for nothing rather than begin a copy, for a
 new one costs the link some 3 us, or 180 KB (H200, 30 November 2026)."""
 
 

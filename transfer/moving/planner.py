@@ -78,7 +78,7 @@ class Planner:
 
     def choose(self, job: Job, possible: Sequence[str]) -> Choice:
         """The best of the possible paths ("staged" is always one)."""
-        expected = self.allowed(job, possible)
+        expected = self.expected(job, possible)
         if "staged" not in expected:
             return Choice("staged", "staged: this machine is not calibrated")
         best = min(expected, key=lambda path: expected[path])
@@ -86,18 +86,11 @@ class Planner:
         way = "store" if job.storing else "load"
         return Choice(best, f"{best}: {way} of {job.runs} x {job.run_bytes} B, expected {times}")
 
-    def allowed(self, job: Job, possible: Sequence[str]) -> dict[str, float]:
+    def expected(self, job: Job, possible: Sequence[str]) -> dict[str, float]:
         """Expected seconds of the paths that may be taken."""
-        expected = {
-            path: seconds for path in possible if (seconds := self.seconds(path, job)) is not None
-        }
-        others = [seconds for path, seconds in expected.items() if path not in DISTURBING]
-        most = min([DISTURBING_SECONDS[job.decoding], *(seconds / QUICKER for seconds in others)])
-        return {
-            path: seconds
-            for path, seconds in expected.items()
-            if path not in DISTURBING or seconds <= most
-        }
+        seconds = {path: self.seconds(path, job) for path in possible}
+        known = {path: time for path, time in seconds.items() if time is not None}
+        return allowed(known, decoding=job.decoding)
 
     def seconds(self, path: str, job: Job) -> float | None:
         """How long the path is expected to take; None if it was never measured."""
@@ -106,6 +99,17 @@ class Planner:
             return None
         by_run = {run: _between(counts, job.runs) for run, counts in table.items()}
         return _between(by_run, job.run_bytes)
+
+
+def allowed(seconds: dict[str, float], *, decoding: bool) -> dict[str, float]:
+    """Those of some paths that may be taken, given how long each of them takes.
+
+    Args:
+        decoding: the engine decodes meanwhile.
+    """
+    others = [time for path, time in seconds.items() if path not in DISTURBING]
+    most = min([DISTURBING_SECONDS[decoding], *(time / QUICKER for time in others)])
+    return {path: time for path, time in seconds.items() if path not in DISTURBING or time <= most}
 
 
 def _between(points: dict[int, float], at: int) -> float:

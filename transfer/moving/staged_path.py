@@ -2,8 +2,8 @@
 
 Stores: gather kernel into a slice, then one large copy-engine copy of it to host memory; loads run
 the mirror. So the link stays full and only short kernels touch the multiprocessors. Order is kept by
-events alone. A slice holds parts of one chunk or of several, which then share one call of the copy
-engine. Device memory: what slice_plan says, for each direction that is used.
+events alone. A slice holds parts of one chunk or of several; small ones share a call of the copy engine.
+Device memory: what slice_plan says, for each direction that is used.
 """
 
 from __future__ import annotations
@@ -123,8 +123,11 @@ class StagedPath(Path):
                 index, move, self._parts(index == 0, index == last and not whole)
             )
         ]
-        if self._has_head and pieces and moves[0].reachable and not pieces[0].part.last:
-            self._queue_head(launches, pieces.pop(0))
+        of_first = itertools.takewhile(lambda piece: piece.chunk == 0, pieces)
+        head = next((piece for piece in of_first if not piece.part.last), None)
+        if self._has_head and head is not None and head.move.reachable:
+            pieces.remove(head)
+            self._queue_head(launches, head)
             self._queue_pieces(launches, pieces, _RAMP[1:])
         else:
             self._queue_pieces(launches, pieces, () if whole else _RAMP)
@@ -209,7 +212,7 @@ class StagedPath(Path):
     def _queue_pieces(
         self, launches: Launches, pieces: list[Piece], ramp: Sequence[int] = _RAMP
     ) -> None:
-        """Queue them in slices, in order; those of one slice share a call of the copy engine.
+        """Queue them in slices, in order.
 
         Args:
             ramp: bytes of slices, from the one at which one engine waits for the other.

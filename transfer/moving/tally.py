@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from .device import Device
     from .moves import Fingerprints
 
-CHUNKS = 64
-"""For which there are sums at first."""
+ENTRIES = 64
+"""For which there are sums at first: one for each group of a chunk."""
 
 RUNS, TOTALS = 16, 1024
-"""How many runs of so many chunks can wait for their fingerprints to be read before more pinned memory is
+"""How many runs of so many entries can wait for their fingerprints to be read before more pinned memory is
 made, for which CUDA may wait for the device, with Python's lock."""
 
 _MODULUS = 1 << 64
@@ -54,7 +54,7 @@ class Tally:
         self._runs: list[_Run] = []  # that are not over, or not read
         self._spare: list[torch.Tensor] = []
         self._head = self._zeros(1)  # never made anew: another stream than this may be using it
-        self._make_room(CHUNKS)
+        self._make_room(ENTRIES)
         self._spare += self._device.pinned(RUNS * (1 + TOTALS)).split(1 + TOTALS)
         self._totals = self._spare[0]
 

@@ -1,4 +1,4 @@
-"""Paths whose kernels take each chunk in one launch."""
+"""Paths whose kernels take each group of a chunk in one launch."""
 
 from __future__ import annotations
 
