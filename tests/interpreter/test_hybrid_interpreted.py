@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -188,6 +189,31 @@ def test_what_no_window_needs_is_not_read(model, left_out, path, layered, monkey
     for group, caches in enumerate(rig.caches):
         if group != left_out:
             assert all(rig.same(group, layer) for layer in range(len(caches)))
+
+
+@pytest.mark.parametrize("model", [gemma, qwen3_next])
+def test_the_planner_is_asked_for_what_moves(model, monkeypatch):
+    """Not for the groups that are left out."""
+    rig = Rig(model, path=None)
+    asked = []
+    monkeypatch.setattr(
+        rig.mover, "_planner", SimpleNamespace(choose=lambda job, paths: asked.append(job))
+    )
+    nothing = [(ABSENT,) * len(blocks) for blocks in rig.there]
+    for wanted in ({0, 1}, {0}, {1}, set()):
+        blocks = [rig.there[g] if g in wanted else nothing[g] for g in range(2)]
+        rig.mover.choose([rig.move(tuple(blocks))] * 3, storing=False)
+    both, first, second, none = asked
+    rig.mover.choose([], storing=False)
+    assert asked.pop().runs == 1
+    rig.mover.choose([rig.move(rig.here)] * 3, storing=True)
+    assert (both.runs, both.run_bytes) == (asked[-1].runs, asked[-1].run_bytes)
+    assert first.runs + second.runs == both.runs
+    assert none.runs == 1
+    sizes = [job.runs * job.run_bytes for job in (first, second)]
+    parts = [end - start for start, end in (payload_of(rig, group) for group in range(2))]
+    for size, part, job in zip(sizes, parts, (first, second), strict=True):
+        assert 3 * part - 512 * 3 - job.runs <= size <= 3 * part
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -128,9 +128,16 @@ class GpuMover:
             if self._path in possible:
                 return Choice(self._path, f"{self._path}: as configured")
             return Choice("staged", f"staged: {self._path} is configured and cannot take this")
-        run_bytes, runs = self._runs
-        job = Job(storing, run_bytes, runs * len(moves), decoding=self.decoding)
-        return self._planner.choose(job, possible)
+        return self._planner.choose(self._job(moves, storing=storing), possible)
+
+    def _job(self, moves: Sequence[ChunkMove], *, storing: bool) -> Job:
+        """Its dense runs: how many, and their bytes on average."""
+        counts = [len(moves)] * len(self._runs)
+        if moves and not storing and len(counts) > 1:
+            counts = [sum(group) for group in zip(*(m.wanted() for m in moves), strict=True)]
+        runs = sum(count * runs for count, (runs, _) in zip(counts, self._runs, strict=True))
+        nbytes = sum(count * size for count, (_, size) in zip(counts, self._runs, strict=True))
+        return Job(storing, max(1, nbytes // max(1, runs)), max(1, runs), decoding=self.decoding)
 
     def close(self) -> None:
         for path in self._paths.values():
@@ -189,11 +196,12 @@ def _leaves_out(move: ChunkMove) -> bool:
     return any(ABSENT in blocks for blocks in move.blocks)
 
 
-def _runs_of(groups: Sequence[CacheGroup], layout: ChunkLayout) -> tuple[int, int]:
-    """Bytes of a chunk's dense runs, on average, and how many there are."""
+def _runs_of(groups: Sequence[CacheGroup], layout: ChunkLayout) -> list[tuple[int, int]]:
+    """Per group, the dense runs of a chunk and the bytes of all of them."""
     plan = CopyPlan.of(pair_planes(groups, layout.planes_at(0, groups[0].device), "dst"), "dst")
-    runs = sum(
-        leg.dst.rows * leg.dst.num_blocks * leg.dst.block_tokens * leg.dst.num_heads
-        for leg in plan.legs
-    )
-    return max(1, layout.nbytes // runs), runs
+    found = [(0, 0)] * len(groups)
+    for leg in plan.legs:
+        chunk, (runs, nbytes) = leg.dst, found[leg.group]
+        more = chunk.rows * chunk.num_blocks * chunk.block_tokens * chunk.num_heads
+        found[leg.group] = runs + more, nbytes + more * chunk.width
+    return found
