@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_kernels.errors import Closed, TransferFailed
-from lmcache_kernels.transfer.engine_driven import batches as module
 from lmcache_kernels.transfer.engine_driven import worker
-from lmcache_kernels.transfer.engine_driven.batches import FIRST_CHUNKS, LEAST_BYTES, batches
 from lmcache_kernels.transfer.messages import AbortStore, CommitRetrieve
+from lmcache_kernels.transfer.moving import batches as module
+from lmcache_kernels.transfer.moving.batches import FIRST_CHUNKS, LEAST_BYTES, batches
 
 WAIT = 30.0
 CHUNKS = 7

@@ -9,9 +9,10 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from arena_tools import damage
 from cachekit import BY_NAME, make_cache, oracle_chunk, untouched_outside
 from gate_port import GatePort
-from held_mover import HeldMover
+from held_mover import HeldMover, Point
 
 from lmcache_kernels.errors import (
     Closed,
@@ -41,6 +42,8 @@ from lmcache_kernels.transfer.messages import (
     StoreBlocks,
     Unregister,
 )
+from lmcache_kernels.transfer.moving import batches as batches_module
+from lmcache_kernels.transfer.moving.moves import StillMovingError
 from lmcache_kernels.transfer.observer import Totals
 from lmcache_kernels.transfer.serving import cache_copies, served_cache, served_caches
 from lmcache_kernels.transfer.sharing.wrapping import wrap_one_kv_cache
@@ -271,6 +274,66 @@ def test_a_copy_that_fails_leaves_nothing(rig):
     rig.mover.before = lambda direction: None
     assert rig.store(digests[1:], [2, 3]).result.result(WAIT) == 1
     assert rig.load(digests, [4, 5, 6, 7]).result(WAIT) == 2
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """Of one chunk, two and four."""
+    monkeypatch.setattr(batches_module, "LEAST_BYTES", 1)
+    monkeypatch.setattr(batches_module, "FIRST_CHUNKS", 1)
+
+
+SOURCE, TARGET = list(range(14)), list(range(14, 28))  # of seven chunks
+
+
+def test_long_transfers_are_copied_in_batches(rig, batches):
+    digests = names(7)
+    assert rig.store(digests, SOURCE).result.result(WAIT) == 7
+    assert rig.load(digests, TARGET).result(WAIT) == 7
+    assert [len(moves) for _, moves in rig.mover.moves] == [1, 2, 4, 1, 2, 4]
+    assert torch.equal(oracle_chunk(rig.cache, SOURCE), oracle_chunk(rig.cache, TARGET))
+
+
+@pytest.mark.parametrize("where", ["header", "payload"])
+@pytest.mark.parametrize("bad", [0, 1, 2, 6])
+def test_a_load_in_batches_ends_before_the_chunk_that_is_damaged(rig, batches, bad, where):
+    digests = names(7)
+    assert rig.store(digests, SOURCE).result.result(WAIT) == 7
+    damage(rig.server._arena, digests[bad], where)
+    assert rig.load(digests, TARGET).result(WAIT) == bad
+    assert rig.found(digests) == bad
+
+
+@pytest.mark.parametrize("way", ["store", "load"])
+@pytest.mark.parametrize("still", [False, True])
+def test_a_batch_that_fails_ends_the_copy_when_the_others_are_over(rig, batches, way, still):
+    digests = names(7)
+    if way == "load":
+        assert rig.store(digests, SOURCE).result.result(WAIT) == 7
+    before, last, asked = len(rig.mover.moves), Point(), threading.Event()
+    reached = last.wait
+    last.wait = lambda timeout: asked.set() or reached(timeout)
+
+    def fail_at_the_third(direction):
+        if len(rig.mover.moves) == before + 2:
+            raise StillMovingError("no luck", last) if still else RuntimeError("no luck")
+
+    rig.mover.before = fail_at_the_third
+    rig.mover.hold()
+    result = rig.store(digests, SOURCE).result if way == "store" else rig.load(digests, TARGET)
+    rig.mover.wait_queued(before + 2)
+    for work in rig.mover.queued:
+        assert not result.done()
+        work.finish()
+    if still:
+        assert asked.wait(WAIT), "what failed is waited for too"
+        assert not result.done()
+        last.reach()
+    with pytest.raises(RemoteError, match="no luck"):
+        result.result(WAIT)
+    rig.mover.before = lambda direction: None
+    rig.let_go()
+    assert rig.found(digests) == (7 if way == "load" else 0)
 
 
 def test_a_successor_is_not_told_of_an_old_ticket(rig):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_kernels.errors import Closed, RemoteProtocolError, TransferTimeout
 from lmcache_kernels.transfer.messages import CommitRetrieve, LoadSlots, PrepareRetrieve
+from lmcache_kernels.transfer.moving.batches import batches
 from lmcache_kernels.transfer.moving.moves import (
     blocks_of,
     check_block_ids,
@@ -25,7 +26,6 @@ from lmcache_kernels.transfer.moving.moves import (
 from lmcache_kernels.transfer.pacing import paced
 
 from . import worker
-from .batches import batches
 from .lane import Moves
 from .layered_load import LayeredLoad
 from .worker import pack_digests

@@ -16,6 +16,7 @@ from lmcache_kernels.transfer.messages import (
     PrepareStore,
     StoreSlots,
 )
+from lmcache_kernels.transfer.moving.batches import batches
 from lmcache_kernels.transfer.moving.moves import (
     All,
     StillMovingError,
@@ -25,7 +26,6 @@ from lmcache_kernels.transfer.moving.moves import (
 from lmcache_kernels.transfer.pacing import paced
 
 from . import worker
-from .batches import batches
 from .lane import Moves
 from .layered_store import LayeredStore
 from .worker import pack_digests

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,8 +12,10 @@ from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.errors import KVTransferError, LayoutError
 from lmcache_kernels.transfer.cache_forms import read_group
 from lmcache_kernels.transfer.kv_groups import nested
+from lmcache_kernels.transfer.moving.batches import batches
 from lmcache_kernels.transfer.moving.movers import mover_for
 from lmcache_kernels.transfer.moving.moves import (
+    StillMovingError,
     blocks_of,
     check_block_ids,
     copy_block_ids,
@@ -26,10 +28,10 @@ from lmcache_kernels.transfer.sharing.wrapping import open_kv_caches
 from .request_checks import RefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from lmcache_kernels.transfer.messages import RegisterCache
-    from lmcache_kernels.transfer.moving.moves import Completion
+    from lmcache_kernels.transfer.moving.moves import Completion, Moved
 
     from .served_arena import ServedArena
     from .served_cache import Permit
@@ -133,15 +135,17 @@ class CacheCopies:
         """
         after = self._begin(permit, event)
         slots = self._slots
+        places = list(zip(indices, offsets, strict=True))
         with self._arena.copying():
-            moves = []
-            for index, offset in zip(indices, offsets, strict=True):
-                slots.erase_header(offset)
-                moves.append(slots.move(offset, blocks_of(blocks, self.layout, index)))
-            moved = self._mover.gather(moves, after)
-            _wait(moved.done)
-            found = moved.fingerprints()
-            for index, offset, fingerprints in zip(indices, offsets, found, strict=True):
+            with _all_over() as queued:
+                for batch in batches(places, self.layout.nbytes):
+                    moves = []
+                    for index, offset in batch:
+                        slots.erase_header(offset)
+                        moves.append(slots.move(offset, blocks_of(blocks, self.layout, index)))
+                    queued.append(self._mover.gather(moves, after))
+            found = [one for moved in queued for one in moved.fingerprints()]
+            for (index, offset), fingerprints in zip(places, found, strict=True):
                 slots.write_header(offset, digests[index], fingerprints)
 
     def scatter(
@@ -165,24 +169,28 @@ class CacheCopies:
         after = self._begin(permit, event)
         blocks = leave_out(blocks, self.layout, skip_tokens)
         damaged: list[int] = []
-        with self._arena.copying():
-            moves, expected = [], []
-            for index, (offset, digest) in enumerate(zip(offsets, digests, strict=False)):
-                stored = self._slots.fingerprints_of(offset, digest)
-                if stored is None:
-                    damaged.append(index)
+        expected: list[tuple[int, ...]] = []
+        with self._arena.copying(), _all_over() as queued:
+            for batch in batches(offsets, self.layout.nbytes):
+                moves = []
+                for offset in batch:
+                    index = len(expected)
+                    stored = self._slots.fingerprints_of(offset, digests[index])
+                    if stored is None:
+                        damaged.append(index)
+                        break
+                    moves.append(self._slots.move(offset, blocks_of(blocks, self.layout, index)))
+                    expected.append(stored)
+                queued.append(self._mover.scatter(moves, after))
+                if damaged:
                     break
-                moves.append(self._slots.move(offset, blocks_of(blocks, self.layout, index)))
-                expected.append(stored)
-            moved = self._mover.scatter(moves, after)
-            _wait(moved.done)
-            found = moved.fingerprints()
+        found = [one for moved in queued for one in moved.fingerprints()]
         for index, (want, got) in enumerate(zip(expected, found, strict=True)):
             if not is_as_stored(got, want):
                 name = digests[index].hex()[:16]
                 logger.warning("chunk %s is damaged: it is not what was stored", name)
                 return index, [*damaged, index]
-        return len(moves), damaged
+        return len(expected), damaged
 
     def close(self) -> None:
         """Give the memory back to the worker; no copy runs. Idempotent."""
@@ -202,6 +210,20 @@ class CacheCopies:
             return EventCompletion(import_event(handle, self._device))
         except KVTransferError as error:
             raise RefusedError("bad_request", str(error)) from error
+
+
+@contextmanager
+def _all_over() -> Iterator[list[Moved]]:
+    """What is put into the list is over when the block is, however it ends."""
+    queued: list[Moved] = []
+    try:
+        yield queued
+    except StillMovingError as error:
+        _wait(error.done)
+        raise
+    finally:
+        for moved in queued:
+            _wait(moved.done)
 
 
 def _wait(point: Completion) -> None:
