@@ -84,6 +84,14 @@ class ChunkLayout:
             fingerprint=_fingerprint(groups, chunk_tokens),
         )
 
+    @property
+    def group_bytes(self) -> tuple[int, ...]:
+        """Of each group in a chunk, padding left out."""
+        return tuple(
+            sum(plane.rows * plane.num_blocks * plane.block_bytes for plane in planes)
+            for planes in self.groups
+        )
+
     def planes_at(
         self, address: int, device: str, *, chunks: int = 1, stride: int | None = None
     ) -> tuple[tuple[Plane, ...], ...]:

@@ -24,7 +24,8 @@ class TransferEvent:
 
     Attributes:
         asked, chunks: how many chunks it was to move, and has published or loaded.
-        nbytes: their payload.
+        nbytes: their payload, without the groups that a load left out (in the lmcache-driven context with
+            them, for it is the server that knows).
         wait_seconds: from its submission until its turn came.
         seconds: from then until the end, requests to the server included.
         note: the way the bytes went and why, or the error.

@@ -81,6 +81,18 @@ def load(context, digests, ids):
     return context.submit_retrieve(digests, [ids]).result(WAIT)
 
 
+def test_bytes_are_those_that_moved(make):
+    """A chunk that a load leaves out counts as loaded, and not as moved."""
+    seen = Collected()
+    context, _, _ = make(seen)
+    digests = names(3)
+    assert store(context, digests, [0, 1, 2, 3, 4, 5]) == 3
+    ids = [[8, 9, 10, 11, 12, 13]]
+    assert context.submit_retrieve(digests, ids, skip_first_n_tokens=CHUNK).result(WAIT) == 3
+    (size,) = context.layout.group_bytes
+    assert [(event.chunks, event.nbytes) for event in seen.events] == [(3, 3 * size), (3, 2 * size)]
+
+
 def test_fault_j01_totals_are_exact(make):
     """Stores of 2 and 1 chunks, one of which was there, one failed; loads of 3, 2 of 4 and none, one
     failed. Bytes are those of the payload."""

@@ -116,7 +116,6 @@ class EngineDrivenContext:
             Lane(
                 direction,
                 threads=not self._mover.synchronous,
-                chunk_bytes=self.layout.nbytes,
                 observer=guarded,
             )
             for direction in ("store", "load")

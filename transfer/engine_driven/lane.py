@@ -30,9 +30,10 @@ _SUCCESS: dict[Direction, Outcome] = {"store": "stored", "load": "loaded"}
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What a transfer has done: chunks moved, whether a damaged one ended it, on which way."""
+    """What a transfer has done: chunks moved, their bytes, whether a damaged one ended it, on which way."""
 
     chunks: int = 0
+    nbytes: int = 0
     damaged: bool = False
     note: str = ""
 
@@ -56,15 +57,11 @@ class Lane:
         direction: of its transfers; also names the threads.
         threads: False: a transfer is carried out by the thread that submits it, at once unless the
             transfer says otherwise.
-        chunk_bytes: payload of a chunk.
         observer: told of every transfer that ends.
     """
 
-    def __init__(
-        self, direction: Direction, *, threads: bool, chunk_bytes: int, observer: Observer
-    ) -> None:
+    def __init__(self, direction: Direction, *, threads: bool, observer: Observer) -> None:
         self._direction = direction
-        self._chunk_bytes = chunk_bytes
         self._observer = observer
         self._closed = False
         self._open: set[_Job] = set()
@@ -179,16 +176,16 @@ class Lane:
         outcome: Outcome
         if isinstance(end, Moves):
             outcome = "damaged" if end.damaged else _SUCCESS[self._direction]
-            chunks, note = end.chunks, end.note
+            chunks, nbytes, note = end.chunks, end.nbytes, end.note
         else:
             outcome = "stopped" if isinstance(end, Closed) else "failed"
-            chunks, note = 0, f"{type(end).__name__}: {end}"
+            chunks, nbytes, note = 0, 0, f"{type(end).__name__}: {end}"
         return TransferEvent(
             self._direction,
             outcome,
             job.asked,
             chunks,
-            chunks * self._chunk_bytes,
+            nbytes,
             begun - job.submitted,
             now - begun,
             note,

@@ -35,7 +35,12 @@ if TYPE_CHECKING:
     from typing import Any, TypeAlias
 
     from lmcache_kernels.chunk_copy import Layers
-    from lmcache_kernels.transfer.moving.moves import ChunkMove, Completion, Moved
+    from lmcache_kernels.transfer.moving.moves import (
+        ChunkMove,
+        Completion,
+        Fingerprints,
+        Moved,
+    )
     from lmcache_kernels.transfer.store_transfer import Transfer
 
     from .attachment import Attached
@@ -98,13 +103,13 @@ class Loading:
                 return Moves()
             damaged: list[int] = []
             try:
-                loaded, note = yield from self._fetch(load, ids, arena, slots, damaged)
+                loaded, nbytes, note = yield from self._fetch(load, ids, arena, slots, damaged)
             finally:
                 own.server.tell(
                     arena,
                     CommitRetrieve(instance=own.instance, ticket=slots.ticket, damaged=damaged),
                 )
-        return Moves(loaded, bool(damaged), note)
+        return Moves(loaded, nbytes, bool(damaged), note)
 
     def _fetch(
         self,
@@ -113,8 +118,8 @@ class Loading:
         arena: Attached,
         slots: LoadSlots,
         damaged: list[int],
-    ) -> Generator[None, None, tuple[int, str]]:
-        """How many chunks came as they were stored, and on which way.
+    ) -> Generator[None, None, tuple[int, int, str]]:
+        """How many chunks came as they were stored, how many bytes of them, and on which way.
 
         Args:
             damaged: gets those that their slots do not hold; the load ends before the first.
@@ -122,7 +127,8 @@ class Loading:
         own = self._worker
         _check_slots(slots, arena, len(load.digests))
         ask = partial(own.server.ask, arena)
-        loaded, note = 0, ""
+        loaded, nbytes, note = 0, 0, ""
+        sizes = own.layout.group_bytes
         for places in arena.rounds(slots.offsets, storing=False):
             for number, place in enumerate(places, start=loaded):
                 arena.fetch(ask, slots.ticket, number, place)
@@ -130,8 +136,14 @@ class Loading:
             if arena.mapped and queued:
                 yield
             good = _as_expected(queued)
-            loaded += good
-            if good < sum(len(expected) for _, expected in queued):
+            loaded += len(good)
+            nbytes += sum(
+                size
+                for found in good
+                for size, one in zip(sizes, found, strict=True)
+                if one is not None
+            )
+            if len(good) < sum(len(expected) for _, expected in queued):
                 damaged.append(loaded)
                 name = load.digests[loaded].hex()[:16]
                 logger.warning("chunk %s is damaged: it is not what was stored", name)
@@ -139,7 +151,7 @@ class Loading:
                 note = queued[-1][0].note
             if damaged:
                 break
-        return loaded, note
+        return loaded, nbytes, note
 
     def _queue(
         self,
@@ -220,15 +232,15 @@ def _check_slots(slots: LoadSlots, arena: Attached, chunks: int) -> None:
         raise RemoteProtocolError(f"slots: expected at most {chunks}, got {len(slots.offsets)}")
 
 
-def _as_expected(queued: Sequence[_Queued]) -> int:
-    """Wait for the device, however long it takes; how many chunks are as expected, from the first on."""
+def _as_expected(queued: Sequence[_Queued]) -> list[Fingerprints]:
+    """Wait for the device, however long it takes; of the chunks that are as expected, from the first on."""
     _wait(queued)
-    good = 0
+    good: list[Fingerprints] = []
     for moved, expected in queued:
         for found, stored in zip(moved.fingerprints(), expected, strict=True):
             if not is_as_stored(found, stored):
                 return good
-            good += 1
+            good.append(found)
     return good
 
 

@@ -98,7 +98,8 @@ class Storing:
             except BaseException:
                 own.server.tell(arena, AbortStore(instance=own.instance, ticket=slots.ticket))
                 raise
-        return Moves(len(slots.indices), note=note)
+        chunks = len(slots.indices)
+        return Moves(chunks, chunks * sum(own.layout.group_bytes), note=note)
 
     def _fill(
         self, store: Store, ids: Sequence[tuple[int, ...]], arena: Attached, slots: StoreSlots
