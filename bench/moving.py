@@ -106,7 +106,9 @@ class GatedMover(GpuMover):
         self, moves: Sequence[ChunkMove], after: Completion | None, layers: Layers | None = None
     ) -> Moved:
         self._gated.held = True
-        return super().scatter(moves, after, layers)
+        moved = super().scatter(moves, after, layers)
+        self._gated.held = False  # kernels that read host memory themselves come after the engine anyway
+        return moved
 
 
 @dataclass(frozen=True)
