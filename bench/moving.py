@@ -107,7 +107,9 @@ class GatedMover(GpuMover):
     ) -> Moved:
         self._gated.held = True
         moved = super().scatter(moves, after, layers)
-        self._gated.held = False  # kernels that read host memory themselves come after the engine anyway
+        self._gated.held = (
+            False  # kernels that read host memory themselves come after the engine anyway
+        )
         return moved
 
 
