@@ -107,9 +107,8 @@ class GatedMover(GpuMover):
     ) -> Moved:
         self._gated.held = True
         moved = super().scatter(moves, after, layers)
-        self._gated.held = (
-            False  # kernels that read host memory themselves come after the engine anyway
-        )
+        # Where no copy has begun, kernels read host memory, and they come after the engine anyway.
+        self._gated.held = False
         return moved
 
 
