@@ -20,8 +20,9 @@ CHUNK = 8  # two blocks of four tokens
 class Rig:
     """An engine's cache, a cache server behind a gate, and a context between them."""
 
-    def __init__(self, closing, *, cache=None, chunk=CHUNK, **options):
+    def __init__(self, closing, *, cache=None, chunk=CHUNK, mover=HeldMover, **options):
         self._closing = closing
+        self._make = mover
         self._chunk = chunk
         self.cache = cache or make_cache(BY_NAME["kv_first_nhd"], blocks=32)
         self.cache.fill_random(1)
@@ -36,10 +37,12 @@ class Rig:
             **options,
         )
         closing.callback(self.context.close)
-        closing.callback(lambda: (self.port.let_go(), self.mover.let_go()))
+        if isinstance(self.mover, HeldMover):
+            closing.callback(self.mover.let_go)
+        closing.callback(self.port.let_go)
 
     def _make_mover(self, groups, layout):
-        self.mover = HeldMover(groups, layout)
+        self.mover = self._make(groups, layout)
         return self.mover
 
     def new_server(self):

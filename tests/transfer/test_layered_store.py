@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from cachekit import BY_NAME, make_cache, oracle_chunk
-from gate_port import GatePort
+from engine_rig import Rig
 from held_mover import HeldMover
 
 from lmcache_kernels.errors import (
@@ -23,55 +23,21 @@ from lmcache_kernels.errors import (
     PeerGone,
     TransferTimeout,
 )
-from lmcache_kernels.transfer.embedded import EmbeddedCache
 from lmcache_kernels.transfer.engine_driven import layered_store, registration
-from lmcache_kernels.transfer.engine_driven.context import EngineDrivenContext
 from lmcache_kernels.transfer.engine_driven.layered_store import LayeredStore
-from lmcache_kernels.transfer.keys import shard_id
 from lmcache_kernels.transfer.messages import AbortStore, CommitStore, PrepareStore
 from lmcache_kernels.transfer.moving.host_mover import HostMover
-from lmcache_kernels.views import group_of
 
-CHUNK = 8  # two blocks of four tokens
 LAYERS = 4
 WAIT = 30.0
 
 
-class Rig:
-    """An engine that computes layer by layer, and a context between its cache and a server."""
+class LayeredRig(Rig):
+    """Whose engine computes layer by layer."""
 
     def __init__(self, closing, mover=HeldMover, **options):
-        self._closing = closing
-        self._make = mover
-        self.cache = make_cache(BY_NAME["kv_first_nhd"], layers=LAYERS, blocks=32)
-        self.cache.fill_random(1)
-        self.port = GatePort(self.new_server())
-        self.context = EngineDrivenContext(
-            [group_of(self.cache.tensors, self.cache.axes)],
-            chunk_tokens=CHUNK,
-            shard=lambda layout: shard_id(layout.fingerprint, index=0, count=1),
-            instance=secrets.randbits(63),
-            port=self.port,
-            mover=self._make_mover,
-            **options,
-        )
-        closing.callback(self.context.close)
-        closing.callback(self.port.let_go)
-
-    def _make_mover(self, groups, layout):
-        self.mover = self._make(groups, layout)
-        if self._make is HeldMover:
-            self._closing.callback(self.mover.let_go)
-        return self.mover
-
-    def new_server(self):
-        server = EmbeddedCache(1 << 20, chunk_tokens=CHUNK)
-        self._closing.callback(server.close)
-        return server
-
-    def restart_server(self):
-        self.port.inner.close()
-        self.port.inner = self.new_server()
+        cache = make_cache(BY_NAME["kv_first_nhd"], layers=LAYERS, blocks=32)
+        super().__init__(closing, cache=cache, mover=mover, **options)
 
     def store(self, digests, ids):
         return self.context.submit_layered_store(digests, [ids], [list(range(LAYERS))])
@@ -91,9 +57,6 @@ class Rig:
     def load(self, digests, ids):
         return self.context.submit_retrieve(digests, [ids]).result(WAIT)
 
-    def stats(self):
-        return self.port.inner.stats()
-
     def holds(self, ids, value):
         return all((tensor[:, ids] == value).all() for tensor in self.cache.tensors)
 
@@ -101,7 +64,7 @@ class Rig:
 @pytest.fixture
 def make():
     with ExitStack() as closing:
-        yield lambda *arguments, **options: Rig(closing, *arguments, **options)
+        yield lambda *arguments, **options: LayeredRig(closing, *arguments, **options)
 
 
 @pytest.fixture
