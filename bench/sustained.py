@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .rig import Rig
 
 PART = "sustained"
-SECONDS, ROUNDS = 0.15, 5
+SECONDS, ROUNDS = 0.15, 15
 """Of one look: some thirty transfers of 256 MiB a direction; and looks, at most."""
 
 NBYTES = 1 << 30

@@ -81,6 +81,7 @@ def test_a_transfer_whose_event_does_not_come_in_time_does_not_begin(server, cac
     torch.cuda._sleep(HALF_A_SECOND)
     transfer = context.submit_store(names(1), [[0, 1]])
     assert isinstance(transfer.result.exception(WAIT), TransferTimeout)
+    client.wait_ready(WAIT)  # a server that was late is asked whether it is there first
     context._copy_timeout = WAIT
     assert store(context, stored, [0, 1]) == 1
     before = cache.snapshot()
