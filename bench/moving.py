@@ -79,6 +79,17 @@ class GatedDevice(CudaDevice):
         self._pass(stream)
         super().copy(stream, to, origin, nbytes, pinned=pinned)
 
+    def copy_rows(
+        self,
+        stream: torch.cuda.Stream,
+        to: tuple[int, int],
+        origin: tuple[int, int],
+        nbytes: int,
+        count: int,
+    ) -> None:
+        self._pass(stream)
+        super().copy_rows(stream, to, origin, nbytes, count)
+
     def copy_batch(
         self,
         stream: torch.cuda.Stream,

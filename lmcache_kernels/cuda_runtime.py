@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _ADDRESS, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+_ROWS = _ADDRESS, _SIZE, _ADDRESS, _SIZE, _SIZE, _SIZE, ctypes.c_int, _ADDRESS
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it, nor it for that
 _LOWEST_PRIORITY = 0
 _ANY_DIRECTION = 4  # cudaMemcpyDefault: the addresses say which
@@ -39,17 +40,32 @@ class QueueCalls:
 
     Attributes:
         copy: to, from, bytes, direction, stream; :meth:`queue_copy` knows the direction.
+        rows: to, its pitch, from, its pitch, bytes of a row, rows, direction, stream; likewise.
         record: event, stream.
         wait: stream, event, 0.
     """
 
     copy: Callable[[int, int, int, int, int], int]
+    rows: Callable[[int, int, int, int, int, int, int, int], int]
     record: Callable[[int, int], int]
     wait: Callable[[int, int, int], int]
 
     def queue_copy(self, to: int, origin: int, nbytes: int, stream: int) -> int:
         """Between two addresses, of devices or of host memory."""
         return self.copy(to, origin, nbytes, _ANY_DIRECTION, stream)
+
+    def queue_rows(
+        self,
+        to: int,
+        to_apart: int,
+        origin: int,
+        origin_apart: int,
+        nbytes: int,
+        count: int,
+        stream: int,
+    ) -> int:
+        """The same of ``count`` stretches of ``nbytes``, whose beginnings lie so far apart."""
+        return self.rows(to, to_apart, origin, origin_apart, nbytes, count, _ANY_DIRECTION, stream)
 
 
 @cache
@@ -72,6 +88,7 @@ def patient() -> QueueCalls:
 def _calls(library: ctypes.CDLL) -> QueueCalls:
     return QueueCalls(
         copy=_typed(library, "MemcpyAsync", _ADDRESS, _ADDRESS, _SIZE, ctypes.c_int, _ADDRESS),
+        rows=_typed(library, "Memcpy2DAsync", *_ROWS),
         record=_typed(library, "EventRecord", _ADDRESS, _ADDRESS),
         wait=_typed(library, "StreamWaitEvent", _ADDRESS, _ADDRESS, ctypes.c_uint),
     )

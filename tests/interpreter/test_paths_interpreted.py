@@ -21,7 +21,7 @@ from lmcache_kernels.errors import ConfigError, LayoutError, TransferFailed
 from lmcache_kernels.fingerprint import fingerprint
 from lmcache_kernels.ids import ABSENT
 from lmcache_kernels.transfer.moving import path as path_module
-from lmcache_kernels.transfer.moving import pieces, slice_plan, staged_path, tally
+from lmcache_kernels.transfer.moving import slice_plan, staged_path, tally
 from lmcache_kernels.transfer.moving.device import EventCompletion
 from lmcache_kernels.transfer.moving.gpu_mover import GpuMover
 from lmcache_kernels.transfer.moving.moves import ChunkMove, StillMovingError
@@ -48,6 +48,7 @@ class Rig:
         blocks=40,
         layers=2,
         path="staged",
+        even=True,
         **options,
     ):
         self.device = LazyDevice(seed)
@@ -58,7 +59,9 @@ class Rig:
         self.per_chunk = self.layout.blocks_per_chunk[0]
         self.mover = GpuMover([group], self.layout, device=self.device, path=path, **options)
         self.step = -(-self.layout.nbytes // 512) * 512 + 512
-        self.host = torch.full((chunks * self.step + 512,), POISON, dtype=torch.uint8)
+        self.starts = [c * self.step + (0 if even else 512 * c * c) for c in range(chunks)]
+        size = self.starts[-1] + self.step + 512
+        self.host = torch.full((size,), POISON, dtype=torch.uint8)
         self.first = -self.host.data_ptr() % 512
         order = torch.randperm(blocks, generator=torch.Generator().manual_seed(seed)).tolist()
         self.ids = [order[c * self.per_chunk : (c + 1) * self.per_chunk] for c in range(chunks)]
@@ -67,16 +70,16 @@ class Rig:
     def moves(self, ids=None, cuts=()):
         at = self.host.data_ptr() + self.first
         return [
-            ChunkMove(at + number * self.step, (tuple(blocks),), cuts, reachable=True)
+            ChunkMove(at + self.starts[number], (tuple(blocks),), cuts, reachable=True)
             for number, blocks in enumerate(ids or self.ids)
         ]
 
     def payload(self, chunk):
-        start = self.first + chunk * self.step
+        start = self.first + self.starts[chunk]
         return self.host[start : start + self.layout.nbytes]
 
     def between(self, chunk):
-        start = self.first + chunk * self.step + self.layout.nbytes
+        start = self.first + self.starts[chunk] + self.layout.nbytes
         return self.host[start : start + self.step - self.layout.nbytes]
 
     def store(self, **options):
@@ -215,14 +218,19 @@ def test_a_store_beside_decoding_has_no_head():
 @pytest.mark.parametrize(("storing", "head"), [(True, 512), (True, 1 << 20), (False, 0)])
 def test_slices_grow_from_the_end_at_which_one_engine_waits(storing, head, monkeypatch):
     monkeypatch.setattr(staged_path, "_RAMP", (256, 1024))
+    monkeypatch.setattr(staged_path, "WHOLE_BYTES", 0)
     monkeypatch.setattr(staged_path, "head_bytes", lambda nbytes: head)
-    monkeypatch.setattr(pieces, "NEAR_BYTES", 0)
     rig = Rig(chunks=8, blocks=80, slices=2, slice_bytes=8192, layers=1)
     sizes, copy, batch = [], rig.device.copy, rig.device.copy_batch
+    rows = rig.device.copy_rows
 
     def watched(stream, to, origin, nbytes, *, pinned):
         sizes.append(nbytes)
         copy(stream, to, origin, nbytes, pinned=pinned)
+
+    def watched_rows(stream, to, origin, nbytes, count):
+        sizes.append(nbytes * count)
+        rows(stream, to, origin, nbytes, count)
 
     def watched_batch(stream, to, origin, some):
         sizes.append(int(some.sum()))
@@ -230,6 +238,7 @@ def test_slices_grow_from_the_end_at_which_one_engine_waits(storing, head, monke
 
     rig.store()
     monkeypatch.setattr(rig.device, "copy", watched)
+    monkeypatch.setattr(rig.device, "copy_rows", watched_rows)
     monkeypatch.setattr(rig.device, "copy_batch", watched_batch)
     if storing:
         rig.store()
@@ -243,13 +252,14 @@ def test_slices_grow_from_the_end_at_which_one_engine_waits(storing, head, monke
     assert max(near) > largest
 
 
-@pytest.mark.parametrize(("alone", "batched"), [(1, 0), (1 << 20, 1)])
-def test_large_copies_of_a_slice_are_queued_one_by_one(alone, batched, monkeypatch):
+@pytest.mark.parametrize(("alone", "batched", "copies"), [(1, 0, 2), (1 << 20, 1, 3)])
+def test_large_copies_of_a_slice_are_not_batched(alone, batched, copies, monkeypatch):
+    """Of the three the first two are rows of one: any two are evenly spaced."""
     monkeypatch.setattr(staged_path, "ALONE_BYTES", alone)
-    rig = Rig(chunks=3, slice_bytes=1 << 20)
+    rig = Rig(chunks=3, slice_bytes=1 << 20, even=False)
     rig.store()
     assert rig.device.batch_calls == batched
-    assert rig.device.copies == 3
+    assert rig.device.copies == copies
 
 
 @pytest.mark.parametrize("slices", [1, 2, 3])
@@ -355,27 +365,36 @@ def test_memory_that_no_kernel_reaches_gets_its_first_part_by_a_copy_too():
     [
         ((0, 0, 0, 0), {}, 1),
         ((0, 0, 1, 1), {}, 2),
-        ((0, 1, 1, 1), {0: (700,)}, 2),
-        ((0, 0, 1, 1), {1: (700,)}, 2),
-        ((0, 0, 2, 2), {1: (700,)}, 3),
+        ((0, 1, 1, 1), {0: (700,)}, 3),
+        ((0, 0, 1, 1), {1: (700,)}, 4),
         ((0, 1, 2, 3), {}, 4),
+        ((0, 1, 2, 3), {0: (512,), 1: (512,)}, 6),
     ],
 )
-def test_a_load_reads_neighbouring_slots_at_once(regions, cuts, copies):
+def test_neighbouring_slots_are_rows_of_one_copy(regions, cuts, copies, monkeypatch):
     """But no copy goes on from one registration of host memory into the next."""
+    monkeypatch.setattr(staged_path, "ALONE_BYTES", 1)
     rig = Rig(chunks=4, blocks=60, slice_bytes=1 << 20)
-    sums = rig.store()
     to = [rig.free[n * rig.per_chunk : (n + 1) * rig.per_chunk] for n in range(2)]
-    blocks = [*to, *rig.ids[2:]]
-    moves = [
-        replace(move, region=region, cuts=cuts.get(number, ()))
-        for number, (move, region) in enumerate(zip(rig.moves(blocks), regions, strict=True))
-    ]
-    before = rig.device.copies
-    moved = rig.mover.scatter(moves, None)
-    assert rig.device.copies - before == copies
-    rig.device.settle()
-    assert moved.fingerprints() == sums
+
+    def moves(blocks):
+        return [
+            replace(move, region=region, cuts=cuts.get(number, ()))
+            for number, (move, region) in enumerate(zip(rig.moves(blocks), regions, strict=True))
+        ]
+
+    counts, sums = [], []
+    for blocks in (None, [*to, *rig.ids[2:]]):
+        before = rig.device.copies
+        moved = (rig.mover.gather if blocks is None else rig.mover.scatter)(moves(blocks), None)
+        counts.append(rig.device.copies - before)
+        rig.device.settle()
+        sums.append(moved.fingerprints())
+    assert counts == [copies, copies]
+    assert sums == [[(fingerprint(bytes(rig.payload(c).numpy())),) for c in range(4)]] * 2
+    for chunk, ids in enumerate(rig.ids):
+        assert torch.equal(oracle_chunk(rig.cache, ids), rig.payload(chunk))
+        assert (rig.between(chunk) == POISON).all()
     for chunk, ids in enumerate(to):
         assert torch.equal(oracle_chunk(rig.cache, ids), rig.payload(chunk))
 
@@ -601,7 +620,7 @@ def test_slices_take_what_was_said():
 
 
 def test_small_chunks_share_slices_and_calls_of_the_copy_engine():
-    rig = Rig(chunks=4, slice_bytes=1 << 20)
+    rig = Rig(chunks=4, slice_bytes=1 << 20, even=False)
     sums = rig.store()
     assert rig.device.batch_calls == 1
     assert sums == [(fingerprint(bytes(rig.payload(chunk).numpy())),) for chunk in range(4)]

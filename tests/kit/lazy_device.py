@@ -72,10 +72,24 @@ class LazyDevice:
         stream.work.append((lambda: event.passed >= number, lambda: None))
 
     def copy(self, stream, to, origin, nbytes, *, pinned):
+        self._count_copy()
+        self._queue_copy(stream, to, origin, nbytes)
+
+    def _count_copy(self):
         self.copies += 1
         if self.copies == self.fail_at:
             raise RuntimeError("no such luck")
+
+    def _queue_copy(self, stream, to, origin, nbytes):
         stream.work.append((None, lambda: ctypes.memmove(to, origin, nbytes)))
+
+    def copy_rows(self, stream, to, origin, nbytes, count):
+        assert count > 1
+        assert min(to[1], origin[1]) >= nbytes
+        self._count_copy()
+        for row in range(count):
+            there, here = (first + row * apart for first, apart in (to, origin))
+            self._queue_copy(stream, there, here, nbytes)
 
     def copy_batch(self, stream, to, origin, sizes):
         self.batch_calls += 1

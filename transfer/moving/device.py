@@ -102,6 +102,16 @@ class Device(Protocol):
         """
         ...
 
+    def copy_rows(
+        self, stream: Any, to: tuple[int, int], origin: tuple[int, int], nbytes: int, count: int
+    ) -> None:
+        """Queue one copy of ``count`` stretches of ``nbytes``, of pinned memory.
+
+        Args:
+            to, origin: where the first begins, and how far from it the next, at least ``nbytes``.
+        """
+        ...
+
     def copy_batch(
         self,
         stream: Any,
@@ -199,6 +209,17 @@ class CudaDevice:
         calls = quick() if pinned else patient()
         code = calls.queue_copy(to, origin, nbytes, stream.cuda_stream)
         self._queued(code, f"copy of {nbytes} bytes")
+
+    def copy_rows(
+        self,
+        stream: torch.cuda.Stream,
+        to: tuple[int, int],
+        origin: tuple[int, int],
+        nbytes: int,
+        count: int,
+    ) -> None:
+        code = quick().queue_rows(*to, *origin, nbytes, count, stream.cuda_stream)
+        self._queued(code, f"copy of {count} times {nbytes} bytes")
 
     def copy_batch(
         self,

@@ -2,7 +2,8 @@
 
 Stores: gather kernel into a slice, then one large copy-engine copy of it to host memory; loads run
 the mirror. So the link stays full and only short kernels touch the multiprocessors. Order is kept by
-events alone. A slice holds parts of one chunk or of several; small ones share a call of the copy engine.
+events alone. A slice holds parts of one chunk or of several. Those whose slots are neighbours, or evenly
+spaced, are rows of one copy; other small ones share a call of the copy engine.
 Device memory: what slice_plan says, for each direction that is used.
 """
 
@@ -22,7 +23,7 @@ from lmcache_kernels.transfer.pacing import paced
 
 from .device import EventCompletion
 from .path import Path
-from .pieces import ALIGN, Contents, Piece, aligned
+from .pieces import ALIGN, Contents, Piece, aligned, in_rows
 from .slice_plan import (
     ALONE_BYTES,
     FIRST_BYTES,
@@ -218,7 +219,7 @@ class StagedPath(Path):
             ramp: bytes of slices, from the one at which one engine waits for the other.
         """
         way = 1 if self._storing else -1
-        slices = fill(pieces[::way], Piece.room, self._slice_bytes, ramp)[::way]
+        slices = fill(pieces[::way], Piece.size, self._slice_bytes, ramp)[::way]
         # A load's copies wait for nobody but slices, so all that can begin do so before any kernel.
         ahead = 1 if self._storing else self._count
         filled: deque[_Filled] = deque()
@@ -238,7 +239,7 @@ class StagedPath(Path):
         slice_ = self._slices[0]
         self._slices.rotate(-1)
         self._pace(3)
-        contents = Contents.at(slice_.address, pieces, storing=self._storing)
+        contents = Contents.at(slice_.address, pieces)
         if contents.end() > slice_.end:
             raise TransferFailed(
                 f"slice: expected at most {slice_.end - slice_.address} bytes, got "
@@ -267,17 +268,24 @@ class StagedPath(Path):
         self._device.record(then, stream)
 
     def _copy_pieces(self, contents: Contents) -> None:
-        here, host_side, sizes = zip(*contents.copies(), strict=True)
-        to, origin = (host_side, here) if self._storing else (here, host_side)
+        stretches = contents.stretches()
         pinned = all(piece.move.reachable for piece in contents.pieces)
-        small = sum(sizes) < ALONE_BYTES * len(sizes)
-        if small and len(sizes) > 1 and pinned and self._device.batches:
-            columns = (np.array(column, dtype=np.uint64) for column in (to, origin, sizes))
+        calls = in_rows(stretches) if pinned else stretches
+        small = sum(one.nbytes for one in stretches) < ALONE_BYTES * len(calls)
+        if small and len(calls) > 1 and pinned and self._device.batches:
+            here, there, sizes, *_ = zip(*stretches, strict=True)
+            sides = (there, here, sizes) if self._storing else (here, there, sizes)
+            columns = (np.array(column, dtype=np.uint64) for column in sides)
             self._device.copy_batch(self._link, *columns)
             return
-        for one in zip(to, origin, sizes, strict=True):
+        for rows in calls:
             self._pace()
-            self._device.copy(self._link, *one, pinned=pinned)
+            here, there = (rows.here, rows.here_apart), (rows.there, rows.there_apart)
+            to, origin = (there, here) if self._storing else (here, there)
+            if rows.times == 1:
+                self._device.copy(self._link, to[0], origin[0], rows.nbytes, pinned=pinned)
+            else:
+                self._device.copy_rows(self._link, to, origin, rows.nbytes, rows.times)
 
     def _ends(self) -> tuple[Any, Any]:
         if self._head is not None:
