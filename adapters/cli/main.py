@@ -62,12 +62,37 @@ def serve(
     chunk_size: Annotated[
         int, typer.Option("--chunk-size", min=1, help="Tokens of one chunk; engines must agree.")
     ] = 256,
+    eviction_policy: Annotated[
+        str,
+        typer.Option(
+            help="Which idle chunk goes first: lru (idle for longest) or s3fifo (those that nobody "
+            "has found since they were stored, so that prompts seen once do not push out shared "
+            "prefixes)."
+        ),
+    ] = "lru",
+    eviction_trigger_watermark: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="Used part of the memory at which some is freed ahead; 1: never."
+        ),
+    ] = 1.0,
+    eviction_ratio: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Part of the memory that is freed then.")
+    ] = 0.2,
 ) -> None:
     """Run a cache server until it is interrupted."""
     from lmcache_kernels.adapters.server.main import serve as run_server
 
     logging.getLogger().setLevel(logging.INFO)
-    run_server(host=host, port=port, size_gb=l1_size_gb, chunk_size=chunk_size)
+    run_server(
+        host=host,
+        port=port,
+        size_gb=l1_size_gb,
+        chunk_size=chunk_size,
+        eviction_policy=eviction_policy,
+        eviction_watermark=eviction_trigger_watermark,
+        eviction_ratio=eviction_ratio,
+    )
 
 
 @app.command()

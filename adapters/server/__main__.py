@@ -15,6 +15,16 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=5555, help="TCP port; 0 takes any free one")
     parser.add_argument("--l1-size-gb", type=float, default=4.0, help="GiB of /dev/shm for chunks")
     parser.add_argument("--chunk-size", type=int, default=256, help="tokens of one chunk")
+    parser.add_argument("--eviction-policy", default="lru", help="lru or s3fifo")
+    parser.add_argument(
+        "--eviction-trigger-watermark",
+        type=float,
+        default=1.0,
+        help="used part of the memory at which some is freed ahead; 1: never",
+    )
+    parser.add_argument(
+        "--eviction-ratio", type=float, default=0.2, help="part of the memory that is freed then"
+    )
     parser.add_argument("--stop-on-eof", action="store_true", help="stop when standard input ends")
     chosen = parser.parse_args()
     logging.basicConfig(
@@ -25,6 +35,9 @@ def main() -> None:
         port=chosen.port,
         size_gb=chosen.l1_size_gb,
         chunk_size=chosen.chunk_size,
+        eviction_policy=chosen.eviction_policy,
+        eviction_watermark=chosen.eviction_trigger_watermark,
+        eviction_ratio=chosen.eviction_ratio,
         stop_on_eof=chosen.stop_on_eof,
     )
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from lmcache_kernels.adapters.messaging.server import CacheServerLoop
 from lmcache_kernels.errors import ConfigError, KVTransferError
 from lmcache_kernels.transfer.memory.arena import Arena
+from lmcache_kernels.transfer.serving.eviction import Eviction
 from lmcache_kernels.transfer.serving.service import CacheService
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 5555,
     chunk_size: int = 256,
+    eviction_policy: str = "lru",
+    eviction_watermark: float = 1.0,
+    eviction_ratio: float = 0.2,
     stop_on_eof: bool = False,
 ) -> None:
     """Run a cache server in the main thread until SIGTERM, SIGINT or SIGHUP, then remove its arena.
@@ -45,6 +49,8 @@ def serve(
         host: loopback address, or ``localhost`` for 127.0.0.1.
         port: TCP port; 0 takes any free one.
         chunk_size: tokens of one chunk.
+        eviction_policy, eviction_watermark, eviction_ratio: see
+            :class:`~lmcache_kernels.transfer.serving.eviction.Eviction`.
         stop_on_eof: also stop when standard input ends, so that the server does not outlive a
             parent that holds the other end.
 
@@ -52,13 +58,21 @@ def serve(
         SystemExit: with status 2 and the reason on standard error, if it cannot start.
     """
     try:
-        _serve(size_gb, host, port, chunk_size, stop_on_eof)
+        eviction = Eviction(eviction_policy, eviction_watermark, eviction_ratio)
+        _serve(size_gb, host, port, chunk_size, eviction, stop_on_eof)
     except KVTransferError as error:
         sys.stderr.write(f"lmcache-kernels: {error}\n")
         raise SystemExit(STARTUP_FAILED) from error
 
 
-def _serve(size_gb: float, host: str, port: int, chunk_size: int, stop_on_eof: bool) -> None:
+def _serve(
+    size_gb: float,
+    host: str,
+    port: int,
+    chunk_size: int,
+    eviction: Eviction,
+    stop_on_eof: bool,
+) -> None:
     if not 0 < size_gb < math.inf:
         raise ConfigError(f"--l1-size-gb: expected a number above 0, got {size_gb}")
     if chunk_size < 1:
@@ -79,6 +93,7 @@ def _serve(size_gb: float, host: str, port: int, chunk_size: int, stop_on_eof: b
                 arena_bytes=arena.nbytes,
                 chunk_tokens=chunk_size,
                 incarnation=incarnation,
+                eviction=eviction,
                 arena=arena,
                 wake=loop.wake,
             )

@@ -251,7 +251,7 @@ def test_an_answer_of_another_type_is_the_servers_fault(server, client):
     assert isinstance(client.request(lookup(1), 5).exception(10), RemoteProtocolError)
 
 
-def test_periodic_work_that_fails_goes_on(server, client, eventually):
+def test_mp_102_periodic_work_that_fails_goes_on(server, client, eventually):
     server.service.tick_error = RuntimeError
     eventually(lambda: server.service.ticks >= 2)
     assert client.request(lookup(1), 5).result(10) == Found(chunks=1)

@@ -171,6 +171,9 @@ def test_a_failure_after_the_arena_was_made_removes_it(monkeypatch, capsys):
         (["--l1-size-gb", "1e9"], "/dev/shm"),
         (["--l1-size-gb", "1e-12"], "arena size"),
         (["--chunk-size", "0"], "--chunk-size"),
+        (["--eviction-policy", "noop"], "expected one of lru, s3fifo, got 'noop'"),
+        (["--eviction-trigger-watermark", "0"], "eviction watermark"),
+        (["--eviction-ratio", "2"], "eviction ratio"),
     ],
 )
 def test_settings_that_cannot_work_end_it_with_the_reason(arguments, words):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmcache_kernels.errors import ConfigError, LocalProtocolError
+from lmcache_kernels.transfer.serving.eviction import POLICIES, Eviction
 from lmcache_kernels.transfer.serving.store import NO_TICKET, ChunkStore, Reading
 
 SHARD, OTHER = b"s" * 32, b"o" * 32
@@ -230,10 +231,20 @@ class MemoryMachine(RuleBasedStateMachine):
 
     CAPACITY = 16 * UNIT
 
-    @initialize(units=st.tuples(st.integers(1, 5), st.integers(1, 5)))
-    def start(self, units) -> None:
-        self.now = 0.0
-        self.store = ChunkStore(self.CAPACITY, write_ttl=10, lease_ttl=10, read_ttl=10)
+    @initialize(
+        units=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+        policy=st.sampled_from(sorted(POLICIES)),
+        watermark=st.sampled_from([0.5, 1.0]),
+    )
+    def start(self, units, policy, watermark) -> None:
+        self.now, self.watermark = 0.0, watermark
+        self.store = ChunkStore(
+            self.CAPACITY,
+            write_ttl=10,
+            lease_ttl=10,
+            read_ttl=10,
+            eviction=Eviction(policy, watermark, ratio=0.25),
+        )
         self.size = {SHARD: units[0] * UNIT - 7, OTHER: units[1] * UNIT}
         self.memory: dict[int, tuple[bytes, bytes]] = {}  # offset -> whose committed bytes
         self.writes: dict[int, tuple[int, float, list]] = {}
@@ -335,6 +346,16 @@ class MemoryMachine(RuleBasedStateMachine):
         for _, keys in self.leases.values():
             keys[:] = [key for key in keys if key[0] not in gone]
         self.doomed |= {t for t, (*_, pairs) in self.writes.items() if pairs[0][1][0] in gone}
+
+    @rule()
+    def make_room(self) -> None:
+        before = self.store.stats()
+        self.store.make_room()
+        after = self.store.stats()
+        freed = before["used_bytes"] - after["used_bytes"]
+        due = self.watermark < 1 and before["used_bytes"] >= self.watermark * self.CAPACITY
+        assert due or not freed
+        assert not due or freed >= self.CAPACITY // 4 or not after["idle"]
 
     @rule(seconds=st.sampled_from([0.0, 3.0, 10.0, 1e6]))
     def time_passes(self, seconds) -> None:

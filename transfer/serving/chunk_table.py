@@ -12,13 +12,12 @@ unlisted not found any more and never again, but      last release, publish, dis
          writing into it
 ======== ============================================ ==============================================
 
-Only idle chunks are evicted, the least recently released first. The key of an unlisted chunk may be
+Only idle chunks are evicted, in the order of a policy. The key of an unlisted chunk may be
 staged again meanwhile, in another slot.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -27,13 +26,15 @@ from .slots import SlotAllocator
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from .eviction import EvictionPolicy
+
 ChunkKey: TypeAlias = tuple[bytes, bytes]
 """(shard id, digest)."""
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """One chunk; only its table changes it."""
+    """One chunk; only its table and the policy change it."""
 
     key: ChunkKey
     offset: int
@@ -41,6 +42,7 @@ class Chunk:
     holders: int = 1  # leases and reads; at first its writer
     listed: bool = True
     resident: bool = False
+    hits: int = 0  # how often it was found while idle; the policy takes some away again
 
 
 class ChunkTable:
@@ -48,16 +50,17 @@ class ChunkTable:
 
     Args:
         capacity_bytes: of all slots together.
+        policy: has no chunks yet.
 
     Raises:
         ConfigError: a capacity below 1.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, policy: EvictionPolicy) -> None:
         self.evicted = 0
         self.slots = SlotAllocator(capacity_bytes)
         self._listed: dict[ChunkKey, Chunk] = {}  # staged and resident
-        self._idle: OrderedDict[ChunkKey, Chunk] = OrderedDict()  # first to go first
+        self._idle = policy
         self._idle_bytes = 0
 
     def __contains__(self, key: ChunkKey) -> bool:
@@ -79,15 +82,21 @@ class ChunkTable:
         """A slot of ``nbytes`` for a chunk that is not listed; None when eviction makes no room."""
         slot_bytes = self.slots.round_up(nbytes)
         while (offset := self.slots.allocate(nbytes)) is None:
-            if not self._idle or self.slots.free_bytes + self._idle_bytes < slot_bytes:
+            if self.slots.free_bytes + self._idle_bytes < slot_bytes or not self.evict():
                 return None
-            _, idle = self._idle.popitem(last=False)
-            self._idle_bytes -= idle.slot_bytes
-            self.unlist(idle)
-            self.slots.free(idle.offset)
-            self.evicted += 1
         chunk = self._listed[key] = Chunk(key, offset, slot_bytes)
         return chunk
+
+    def evict(self) -> int:
+        """Let the next idle chunk go; the bytes that are free now, 0 if there is none."""
+        idle = self._idle.victim()
+        if idle is None:
+            return 0
+        self._idle_bytes -= idle.slot_bytes
+        self.unlist(idle)
+        self.slots.free(idle.offset)
+        self.evicted += 1
+        return idle.slot_bytes
 
     def publish(self, written: Sequence[Chunk]) -> int:
         """Their writer is done: those that are still listed can be found; how many those are."""
@@ -105,8 +114,10 @@ class ChunkTable:
     def hold(self, chunks: Iterable[Chunk]) -> None:
         """One more holder for each."""
         for chunk in chunks:
-            if chunk.holders == 0 and self._idle.pop(chunk.key, None) is not None:
+            if chunk.holders == 0:
+                self._idle.remove(chunk)
                 self._idle_bytes -= chunk.slot_bytes
+                chunk.hits += 1
             chunk.holders += 1
 
     def release(self, chunks: Sequence[Chunk]) -> None:
@@ -116,7 +127,7 @@ class ChunkTable:
             if chunk.holders:
                 continue
             if chunk.listed:
-                self._idle[chunk.key] = chunk
+                self._idle.add(chunk)
                 self._idle_bytes += chunk.slot_bytes
             else:
                 self.slots.free(chunk.offset)

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from lmcache_kernels.transfer.memory.arena import Arena
     from lmcache_kernels.transfer.messages import Reply, Request
 
+    from .eviction import Eviction
     from .later import Later
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class CacheService:
         lease_ttl: seconds a lookup keeps its chunks.
         read_ttl: seconds a worker has to end a retrieve.
         worker_ttl: seconds after which a silent worker is dropped with all it was doing.
+        eviction: which chunks go, and when.
         arena: the arena, if this process copies for workers that want it to.
         wake: called, from any thread, when :meth:`finished` has something to do.
 
@@ -93,6 +95,7 @@ class CacheService:
         lease_ttl: float = LEASE_TTL,
         read_ttl: float = READ_TTL,
         worker_ttl: float = WORKER_TTL,
+        eviction: Eviction | None = None,
         arena: Arena | None = None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
@@ -100,7 +103,11 @@ class CacheService:
         self._chunk_tokens = chunk_tokens
         self._incarnation = incarnation
         self._store = ChunkStore(
-            arena_bytes, write_ttl=write_ttl, lease_ttl=lease_ttl, read_ttl=read_ttl
+            arena_bytes,
+            write_ttl=write_ttl,
+            lease_ttl=lease_ttl,
+            read_ttl=read_ttl,
+            eviction=eviction,
         )
         self._workers = KnownWorkers(self._store, arena_bytes, worker_ttl)
         self._caches: ServedCaches | None = None
@@ -173,7 +180,7 @@ class CacheService:
             self._caches.close(timeout)
 
     def tick(self, now: float) -> None:
-        """Drop silent workers and end what has taken too long; call every few seconds."""
+        """Drop silent workers, end what has taken too long, make room; call every second or so."""
         for instance in self._workers.expire(now):
             logger.warning(
                 "worker %d was silent for %g s: dropped, what it was writing is discarded",
@@ -181,6 +188,7 @@ class CacheService:
                 self._workers.ttl,
             )
         self._store.tick(now)
+        self._store.make_room()
 
     def stats(self) -> dict[str, int]:
         """Counters since the start and what there is now; see :class:`~.serving.store.Counters`."""

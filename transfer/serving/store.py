@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from lmcache_kernels.errors import LocalProtocolError
 
 from .chunk_table import Chunk, ChunkTable
+from .eviction import POLICIES, Eviction
 from .expiring import Expiring
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ LEASE_TTL = 300.0
 READ_TTL = 180.0
 """Seconds a reader has until it says that it is done: three times what a worker waits for its
 device."""
+
+MOST_EVICTED = 1 << 12
+"""Chunks that are evicted ahead of need in one tick: some ten milliseconds, in which others wait."""
 
 NO_TICKET = 0
 """The ticket of a reservation or read without chunks; there is nothing to commit."""
@@ -83,6 +87,7 @@ class ChunkStore:
         lease_ttl: seconds after which a lookup's lease ends by itself.
         read_ttl: seconds after which a read ends by itself. Its slots go to others then, so a live
             reader must have stopped reading by that time, or check afterwards what it has read.
+        eviction: when idle chunks go, and which.
 
     Raises:
         ConfigError: a capacity or time to live that is not above 0.
@@ -95,9 +100,11 @@ class ChunkStore:
         write_ttl: float = WRITE_TTL,
         lease_ttl: float = LEASE_TTL,
         read_ttl: float = READ_TTL,
+        eviction: Eviction | None = None,
     ) -> None:
         self.counters = Counters()
-        self._table = ChunkTable(capacity_bytes)
+        self._eviction = eviction or Eviction()
+        self._table = ChunkTable(capacity_bytes, POLICIES[self._eviction.policy]())
         self._leases: Expiring[str, list[Chunk]] = Expiring(lease_ttl, "lease_ttl")
         self._writes: Expiring[int, _Transfer] = Expiring(write_ttl, "write_ttl")
         self._reads: Expiring[int, _Transfer] = Expiring(read_ttl, "read_ttl")
@@ -124,15 +131,20 @@ class ChunkStore:
         self._table.hold(present)
         write = _Transfer(owner)
         indices = []
-        for index, key in enumerate(keys):
-            if key in self._table:
-                continue
-            chunk = self._table.stage(key, nbytes)
-            if chunk is None:
-                break
-            write.chunks.append(chunk)
-            indices.append(index)
-        self._table.release(present)
+        try:
+            for index, key in enumerate(keys):
+                if key in self._table:
+                    continue
+                chunk = self._table.stage(key, nbytes)
+                if chunk is None:
+                    break
+                write.chunks.append(chunk)
+                indices.append(index)
+        except BaseException:
+            self._table.discard(write.chunks)
+            raise
+        finally:
+            self._table.release(present)
         if not indices:
             return Reservation(NO_TICKET, [], [])
         ticket = next(self._tickets)
@@ -292,6 +304,18 @@ class ChunkStore:
             self._table.release(read.chunks)
         for _, write in self._writes.expire(now):
             self._discard(write)
+
+    def make_room(self) -> None:
+        """Evict ahead of need if so much is used; for the owner of the store, every second or so."""
+        slots, eviction = self._table.slots, self._eviction
+        if eviction.watermark == 1 or slots.used_bytes < eviction.watermark * slots.capacity_bytes:
+            return
+        wanted = eviction.ratio * slots.capacity_bytes
+        for _ in range(MOST_EVICTED):
+            freed = self._table.evict()
+            wanted -= freed
+            if not freed or wanted <= 0:
+                return
 
     def stats(self) -> dict[str, int]:
         """The counters, and what there is now."""
