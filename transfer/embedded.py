@@ -22,6 +22,7 @@ from lmcache_kernels.errors import (
 from .arguments import integer
 from .memory.arena import SHM_DIRECTORY, Arena
 from .messages import ErrorReply
+from .serving.known_workers import Liveness
 from .serving.later import Later
 from .serving.service import CacheService
 
@@ -71,7 +72,7 @@ class EmbeddedCache:
             arena_bytes=self._arena.nbytes,
             chunk_tokens=chunk_tokens,
             incarnation=self._incarnation,
-            worker_ttl=math.inf,
+            liveness=Liveness(math.inf, math.inf),
             arena=self._arena,
             wake=self._woken.set,
         )

@@ -79,6 +79,17 @@ def serve(
     eviction_ratio: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Part of the memory that is freed then.")
     ] = 0.2,
+    worker_reap_timeout_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="Silence after which a worker that has pinged is dropped, and what it was writing "
+            "discarded: at least 30, or 0 for never.",
+        ),
+    ] = 120.0,
+    worker_registration_grace_seconds: Annotated[
+        float, typer.Option(min=0.0, help="The same of a worker that has not pinged yet.")
+    ] = 600.0,
 ) -> None:
     """Run a cache server until it is interrupted."""
     from lmcache_kernels.adapters.server.main import serve as run_server
@@ -92,6 +103,8 @@ def serve(
         eviction_policy=eviction_policy,
         eviction_watermark=eviction_trigger_watermark,
         eviction_ratio=eviction_ratio,
+        worker_reap_timeout=worker_reap_timeout_seconds,
+        worker_registration_grace=worker_registration_grace_seconds,
     )
 
 

@@ -25,6 +25,18 @@ def main() -> None:
     parser.add_argument(
         "--eviction-ratio", type=float, default=0.2, help="part of the memory that is freed then"
     )
+    parser.add_argument(
+        "--worker-reap-timeout-seconds",
+        type=float,
+        default=120.0,
+        help="silence after which a worker that has pinged is dropped; 0: never",
+    )
+    parser.add_argument(
+        "--worker-registration-grace-seconds",
+        type=float,
+        default=600.0,
+        help="the same of one that has not pinged yet",
+    )
     parser.add_argument("--stop-on-eof", action="store_true", help="stop when standard input ends")
     chosen = parser.parse_args()
     logging.basicConfig(
@@ -38,6 +50,8 @@ def main() -> None:
         eviction_policy=chosen.eviction_policy,
         eviction_watermark=chosen.eviction_trigger_watermark,
         eviction_ratio=chosen.eviction_ratio,
+        worker_reap_timeout=chosen.worker_reap_timeout_seconds,
+        worker_registration_grace=chosen.worker_registration_grace_seconds,
         stop_on_eof=chosen.stop_on_eof,
     )
 

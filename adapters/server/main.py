@@ -17,6 +17,7 @@ from lmcache_kernels.adapters.messaging.server import CacheServerLoop
 from lmcache_kernels.errors import ConfigError, KVTransferError
 from lmcache_kernels.transfer.memory.arena import Arena
 from lmcache_kernels.transfer.serving.eviction import Eviction
+from lmcache_kernels.transfer.serving.known_workers import Liveness
 from lmcache_kernels.transfer.serving.service import CacheService
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def serve(
     eviction_policy: str = "lru",
     eviction_watermark: float = 1.0,
     eviction_ratio: float = 0.2,
+    worker_reap_timeout: float = 120.0,
+    worker_registration_grace: float = 600.0,
     stop_on_eof: bool = False,
 ) -> None:
     """Run a cache server in the main thread until SIGTERM, SIGINT or SIGHUP, then remove its arena.
@@ -51,6 +54,8 @@ def serve(
         chunk_size: tokens of one chunk.
         eviction_policy, eviction_watermark, eviction_ratio: see
             :class:`~lmcache_kernels.transfer.serving.eviction.Eviction`.
+        worker_reap_timeout, worker_registration_grace: seconds, see
+            :meth:`~lmcache_kernels.transfer.serving.known_workers.Liveness.of_options`.
         stop_on_eof: also stop when standard input ends, so that the server does not outlive a
             parent that holds the other end.
 
@@ -59,7 +64,8 @@ def serve(
     """
     try:
         eviction = Eviction(eviction_policy, eviction_watermark, eviction_ratio)
-        _serve(size_gb, host, port, chunk_size, eviction, stop_on_eof)
+        liveness = Liveness.of_options(worker_reap_timeout, worker_registration_grace)
+        _serve(size_gb, host, port, chunk_size, eviction, liveness, stop_on_eof)
     except KVTransferError as error:
         sys.stderr.write(f"lmcache-kernels: {error}\n")
         raise SystemExit(STARTUP_FAILED) from error
@@ -71,6 +77,7 @@ def _serve(
     port: int,
     chunk_size: int,
     eviction: Eviction,
+    liveness: Liveness,
     stop_on_eof: bool,
 ) -> None:
     if not 0 < size_gb < math.inf:
@@ -94,6 +101,7 @@ def _serve(
                 chunk_tokens=chunk_size,
                 incarnation=incarnation,
                 eviction=eviction,
+                liveness=liveness,
                 arena=arena,
                 wake=loop.wake,
             )

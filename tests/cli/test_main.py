@@ -46,12 +46,15 @@ def test_serve_hands_over_its_options_and_their_defaults(stand_in):
     assert invoke("serve").exit_code == 0
     options = ["--host", "::1", "--port", "7", "--l1-size-gb", "0.5", "--chunk-size", "64"]
     options += ["--eviction-policy", "s3fifo", "--eviction-trigger-watermark", "0.8"]
-    assert invoke("serve", *options, "--eviction-ratio", "0.1").exit_code == 0
+    options += ["--eviction-ratio", "0.1", "--worker-reap-timeout-seconds", "30"]
+    options += ["--worker-registration-grace-seconds", "40"]
+    assert invoke("serve", *options).exit_code == 0
     names = ("host", "port", "size_gb", "chunk_size")
     names += ("eviction_policy", "eviction_watermark", "eviction_ratio")
+    names += ("worker_reap_timeout", "worker_registration_grace")
     assert calls == [
-        dict(zip(names, ("127.0.0.1", 5555, 4.0, 256, "lru", 1.0, 0.2), strict=True)),
-        dict(zip(names, ("::1", 7, 0.5, 64, "s3fifo", 0.8, 0.1), strict=True)),
+        dict(zip(names, ("127.0.0.1", 5555, 4.0, 256, "lru", 1.0, 0.2, 120, 600), strict=True)),
+        dict(zip(names, ("::1", 7, 0.5, 64, "s3fifo", 0.8, 0.1, 30, 40), strict=True)),
     ]
 
 

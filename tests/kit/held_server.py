@@ -111,6 +111,7 @@ class HeldServer:
 def main(settings):
     from lmcache_kernels.adapters.messaging.server import CacheServerLoop
     from lmcache_kernels.transfer.memory.arena import Arena
+    from lmcache_kernels.transfer.serving.known_workers import Liveness
     from lmcache_kernels.transfer.serving.service import CacheService
 
     def say(kind, value):
@@ -170,7 +171,7 @@ def main(settings):
             arena_bytes=arena.nbytes,
             chunk_tokens=settings["chunk_tokens"],
             incarnation=loop._incarnation,
-            worker_ttl=settings["worker_ttl"],
+            liveness=Liveness(settings["worker_ttl"], settings["worker_ttl"]),
             arena=arena,
             wake=loop.wake,
         )

@@ -85,7 +85,7 @@ def test_requests_are_answered_over_every_transport(url, start_server, connect, 
     assert hello.software.startswith("lmcache-kernels ")
 
 
-def test_many_threads_each_get_their_own_replies(client):
+def test_fault_i04_many_threads_each_get_their_own_replies(client):
     def ask(thread):
         futures = [(size, client.request(lookup(size), 60)) for size in range(thread, 500 + thread)]
         return [future.result(60).chunks == size for size, future in futures]
@@ -126,7 +126,7 @@ def test_a_request_never_blocks_and_cannot_be_cancelled(server, client):
     ],
     ids=["beyond 64 bits", "too large", "NaN", "infinite", "None", "text"],
 )
-def test_a_misuse_fails_the_future_and_nothing_else(client, message, timeout):
+def test_mp_010_a_misuse_fails_the_future_and_nothing_else(client, message, timeout):
     assert isinstance(client.request(message, timeout).exception(0), LocalProtocolError)
     assert client.request(lookup(1), 5).result(10) == Found(chunks=1)
 
@@ -196,7 +196,7 @@ def test_more_requests_than_have_room_at_the_server_fail_at_once(server, client)
 # --- servers that fail ----------------------------------------------------------------------------
 
 
-def test_fault_e06_a_handler_that_raises_answers_each_request(server, client):
+def test_mp_009_d04_fault_e06_a_handler_that_raises_answers_each_request(server, client):
     """Requests whose handler fails are all answered, and nothing of them is kept."""
     server.service.error = RuntimeError
 
@@ -257,7 +257,9 @@ def test_mp_102_periodic_work_that_fails_goes_on(server, client, eventually):
     assert client.request(lookup(1), 5).result(10) == Found(chunks=1)
 
 
-def test_requests_that_waited_beyond_their_deadline_are_not_executed(server, client, connect):
+def test_mp_016_d06_requests_that_waited_beyond_their_deadline_are_not_executed(
+    server, client, connect
+):
     server.service.gate.clear()
     blocking = client.request(lookup(1), 30)
     assert server.service.entered.wait(10)
@@ -272,7 +274,7 @@ def test_requests_that_waited_beyond_their_deadline_are_not_executed(server, cli
 # --- servers that go away -------------------------------------------------------------------------
 
 
-def test_a_missing_server_is_reported_in_time_with_the_remedy(connect):
+def test_fault_e09_a_missing_server_is_reported_in_time_with_the_remedy(connect):
     url = f"tcp://127.0.0.1:{unused_port()}"
     client = connect(url, ready=False)
     began = time.monotonic()
@@ -319,7 +321,7 @@ def test_a_client_that_was_there_first_finds_the_server(start_server, connect):
     assert client.incarnation == server.service.incarnation
 
 
-def test_a_restart_is_noticed_without_a_new_client(start_server, connect):
+def test_fault_e01_a_restart_is_noticed_without_a_new_client(start_server, connect):
     first = start_server()
     client = connect(first.url, instance_id=7)
     assert client.request(register(), 5).result(10)
@@ -336,7 +338,7 @@ def test_a_restart_is_noticed_without_a_new_client(start_server, connect):
     assert not client.registered
 
 
-def test_a_lost_registration_is_noticed_by_a_ping(server, connect, eventually):
+def test_mp_d08_a_lost_registration_is_noticed_by_a_ping(server, connect, eventually):
     client = connect(server.url, ping_interval=0.05, instance_id=7)
     eventually(lambda: client.registered)
     client.instance_id = 8
@@ -473,7 +475,7 @@ def test_a_shared_context_that_is_terminated_ends_its_clients(server, connect):
 
 
 @pytest.mark.parametrize("peer", ["hung", "missing"])
-def test_closing_is_quick_and_ends_what_is_pending(peer, server, connect):
+def test_mp_014_closing_is_quick_and_ends_what_is_pending(peer, server, connect):
     server.service.gate.clear()
     if peer == "hung":
         client = connect(server.url)
@@ -572,7 +574,7 @@ futures = [client.request(Clear(), 60) for _ in range(100)]
     ["pass", "atexit.register(client.close)", "threading.Thread(target=client.close).start()"],
     ids=["forgotten", "atexit", "thread"],
 )
-def test_a_process_with_an_open_client_exits(ending, server):
+def test_mp_015_fault_i02_a_process_with_an_open_client_exits(ending, server):
     server.service.gate.clear()
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", EXITS.format(ending), server.url],
@@ -606,7 +608,7 @@ client.close()
 """
 
 
-def test_a_forked_child_is_told_to_make_its_own_client(server):
+def test_fault_i03_a_forked_child_is_told_to_make_its_own_client(server):
     done = subprocess.run(
         [sys.executable, "-c", FORKS, server.url], capture_output=True, text=True, timeout=60
     )
@@ -630,7 +632,9 @@ def call(raw, uid, incarnation, message, deadline=0.0):
     return wire.decode_reply(raw.recv_multipart())
 
 
-def test_malformed_frames_are_counted_and_the_server_goes_on(server, raw, client):
+def test_mp_011_d05_fault_i06_malformed_frames_are_counted_and_the_server_goes_on(
+    server, raw, client
+):
     inc = server.service.incarnation
     good, body = wire.request_frames(5, inc, 0.0, wire.encode_body(Clear()))
     junk = [
@@ -725,7 +729,7 @@ def test_each_request_has_exactly_one_reply(server, raw):
     assert server.loop.counters.replies == 1000
 
 
-def test_a_client_that_does_not_read_is_not_waited_for(
+def test_fault_i01_a_client_that_does_not_read_is_not_waited_for(
     start_server, connect, monkeypatch, eventually
 ):
     monkeypatch.setattr(sockets, "QUEUE_LIMIT", 4)
@@ -778,13 +782,13 @@ def test_an_address_that_is_none_is_refused(url):
         CacheServerLoop(url, incarnation="i")
 
 
-def test_a_port_in_use_names_it_and_the_remedy(server):
+def test_fault_e14_a_port_in_use_names_it_and_the_remedy(server):
     port = server.url.rsplit(":", 1)[1]
     with pytest.raises(ConfigError, match=f"port {port} is in use.*--port"):
         CacheServerLoop(server.url, incarnation="i")
 
 
-def test_an_ipc_path_is_not_taken_from_a_living_server(start_server, connect, tmp_path):
+def test_fault_e14_an_ipc_path_is_not_taken_from_a_living_server(start_server, connect, tmp_path):
     url = f"ipc://{tmp_path}/s"
     first = start_server(url)
     with pytest.raises(ConfigError, match="in use"):

@@ -131,7 +131,9 @@ def test_a_greeting_that_found_no_room_is_repeated_soon():
     ],
     ids=["version", "chunk size"],
 )
-def test_a_server_that_does_not_fit_is_refused_once_with_both_values(reply, words, caplog):
+def test_fault_e13_a_server_that_does_not_fit_is_refused_once_with_both_values(
+    reply, words, caplog
+):
     link = Wire(chunk_tokens=256)
     for _ in range(3):
         link.ready(**reply)
@@ -245,7 +247,7 @@ def test_a_reply_of_another_type_is_the_servers_fault():
     assert "expected Cleared, got Done" in str(error)
 
 
-def test_a_malformed_reply_ends_its_request():
+def test_mp_012_a_malformed_reply_ends_its_request():
     link = Wire().ready()
     link.session.received([wire.reply_frames(link.sent_uid("r"), b"")[0], b"\xc1"], link.now)
     _, error = link.outcome()

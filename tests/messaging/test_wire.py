@@ -346,14 +346,14 @@ def test_a_wrong_number_of_frames_keeps_the_uid(extra):
 
 
 @pytest.mark.parametrize("op", ["", "zork", "pong", "PING", "x" * 10_000])
-def test_an_unknown_operation_is_unsupported_and_named(op):
+def test_fault_e13_an_unknown_operation_is_unsupported_and_named(op):
     with pytest.raises(wire.MalformedMessage, match=f"'{op[:64]}'") as caught:
         wire.decode_request([HEADER, encode({"op": op, "new": [1]})])
     assert (caught.value.uid, caught.value.code) == (9, "unsupported")
     assert len(str(caught.value)) < 200
 
 
-def test_unknown_fields_are_ignored():
+def test_fault_e13_unknown_fields_are_ignored():
     body = encode({"op": "ping", "instance": 3, "later": {"a": [1, None]}})
     decoded, request = wire.decode_request([header(later=1), body])
     assert decoded.uid == 9

@@ -174,6 +174,8 @@ def test_a_failure_after_the_arena_was_made_removes_it(monkeypatch, capsys):
         (["--eviction-policy", "noop"], "expected one of lru, s3fifo, got 'noop'"),
         (["--eviction-trigger-watermark", "0"], "eviction watermark"),
         (["--eviction-ratio", "2"], "eviction ratio"),
+        (["--worker-reap-timeout-seconds", "29"], "worker reap timeout"),
+        (["--worker-registration-grace-seconds", "100"], "registration grace"),
     ],
 )
 def test_settings_that_cannot_work_end_it_with_the_reason(arguments, words):
@@ -262,7 +264,7 @@ def test_a_killed_server_fails_what_is_pending_and_its_successor_is_found(client
         assert client.request(Ping(), 5).result(10).incarnation == client.incarnation
 
 
-def test_what_was_queued_for_a_dead_server_never_runs_on_its_successor(client, server):
+def test_mp_016_what_was_queued_for_a_dead_server_never_runs_on_its_successor(client, server):
     os.kill(server.pid, signal.SIGSTOP)
     futures = [client.request(register(i), 60) for i in range(500)]
     os.kill(server.pid, signal.SIGKILL)

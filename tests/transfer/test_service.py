@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import msgspec
 import pytest
@@ -50,6 +51,7 @@ from lmcache_kernels.transfer.messages import (
     Unregister,
     Welcome,
 )
+from lmcache_kernels.transfer.serving.known_workers import Liveness
 from lmcache_kernels.transfer.serving.service import CacheService
 
 SHARD, OTHER = b"s" * 32, b"o" * 32
@@ -223,6 +225,7 @@ def test_what_a_lost_worker_was_writing_is_never_seen(
     slots = cache.ask(PrepareStore(instance=1, digests=digests(0, 3)))
     assert isinstance(slots, StoreSlots)
     if how == "silence":
+        cache.ask(Ping(instance=1))
         cache.now += 120
         with caplog.at_level(logging.WARNING):
             cache.service.tick(cache.now)
@@ -253,9 +256,68 @@ def test_every_request_of_a_worker_keeps_it_registered(cache: Cache) -> None:
     assert cache.ask(Ping(instance=1)) == Pong(incarnation="first", registered=True)
 
 
+def test_mp_092_fault_e11_a_worker_is_dropped_after_its_grace_or_when_it_stops_pinging(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache = Cache(liveness=Liveness(120, 600))
+    for instance in (1, 2, 3):
+        cache.register(instance)
+    cache.ask(Ping(instance=1))
+    for seconds, workers in ((119, 3), (1, 2), (300, 2), (179, 2), (1, 1)):
+        cache.now += seconds
+        cache.ask(PrepareStore(instance=3, digests=digests(0, 1)))  # never pings, but stores
+        with caplog.at_level(logging.WARNING):
+            cache.service.tick(cache.now)
+        assert cache.service.stats()["workers"] == workers
+    assert "worker 1 was silent for 120 s" in caplog.text
+    assert "worker 2 was silent for 600 s" in caplog.text
+    cache.ask(Ping(instance=3))
+    cache.register(3)  # comes again: it has a grace again
+    cache.now += 599
+    cache.service.tick(cache.now)
+    assert cache.service.stats()["workers"] == 1
+
+
+def test_fault_e11_workers_that_die_right_after_they_registered_leave_nothing() -> None:
+    cache = Cache(liveness=Liveness(120, 600))
+    for instance in range(20):
+        cache.register(instance)
+        slots = cache.ask(PrepareStore(instance=instance, digests=digests(0, 8)))
+        assert isinstance(slots, StoreSlots)
+        assert len(slots.indices) == 8
+        cache.now += 600
+        cache.service.tick(cache.now)
+        stats = cache.service.stats()
+        assert (stats["workers"], stats["used_bytes"], stats["writing"]) == (0, 0, 0)
+
+
+def test_mp_092_times_of_workers_that_cannot_be_are_refused() -> None:
+    assert Liveness.of_options(0, 0) == Liveness(math.inf, math.inf)
+    assert Liveness.of_options(30, 30) == Liveness(30, 30)
+    for timeout, grace in (
+        *((29, 600), (29.999, 600), (-1, 600), (math.nan, 600), (math.inf, math.inf)),
+        *((120, 119), (120, math.inf), (120, math.nan)),
+    ):
+        with pytest.raises(ValueError, match="at least 30 seconds"):
+            Liveness.of_options(timeout, grace)
+    for reap_after, grace in ((0, 1), (2, 1), (math.nan, 1)):
+        with pytest.raises(ConfigError, match="reap_after"):
+            Liveness(reap_after, grace)
+
+
+def test_mp_092_without_a_reaper_workers_stay() -> None:
+    cache = Cache(liveness=Liveness.of_options(0, 600))
+    cache.register(1)
+    cache.ask(Ping(instance=1))
+    cache.now += 1e9
+    cache.service.tick(cache.now)
+    assert cache.service.stats()["workers"] == 1
+
+
 def test_reads_of_a_silent_worker_end(cache: Cache) -> None:
     cache.store(1, digests(0, 2))
     cache.ask(PrepareRetrieve(instance=1, digests=digests(0, 2)))
+    cache.ask(Ping(instance=1))
     assert cache.service.stats()["idle"] == 0
     cache.now += 120
     cache.service.tick(cache.now)
@@ -363,7 +425,7 @@ def test_a_chunk_as_large_as_the_arena_fits() -> None:
     assert cache.store(1, digests(0, 2)) == 1
 
 
-def test_a_bug_is_answered_and_logged(
+def test_mp_d04_a_bug_is_answered_and_logged(
     cache: Cache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> int:
@@ -439,7 +501,7 @@ def test_any_sequence_of_requests_gets_typed_replies(requests: list) -> None:
     assert cache.service.stats()["used_bytes"] == 0
 
 
-@pytest.mark.parametrize("option", ["write_ttl", "lease_ttl", "read_ttl", "worker_ttl"])
+@pytest.mark.parametrize("option", ["write_ttl", "lease_ttl", "read_ttl"])
 def test_impossible_times_are_refused(option: str) -> None:
     with pytest.raises(ConfigError, match=option):
         Cache(**{option: 0.0})

@@ -406,7 +406,7 @@ def test_a_chunk_is_invisible_until_committed() -> None:
     assert present(store, DIGESTS[:2]) == 2
 
 
-def test_two_writers_of_the_same_chunks_make_one_copy() -> None:
+def test_mp_097_two_writers_of_the_same_chunks_make_one_copy() -> None:
     store = ChunkStore(8 * UNIT)
     first = store.reserve(1, SHARD, DIGESTS[:4], UNIT, 0)
     second = store.reserve(2, SHARD, DIGESTS[:4], UNIT, 0)
@@ -421,7 +421,7 @@ def test_the_same_digest_twice_in_a_call_gets_one_slot() -> None:
     assert store.reserve(1, SHARD, [DIGESTS[0]] * 3, UNIT, 0).indices == [0]
 
 
-def test_a_dropped_writer_publishes_nothing() -> None:
+def test_mp_d33_fault_d05_a_dropped_writer_publishes_nothing() -> None:
     store = ChunkStore(4 * UNIT)
     slots = store.reserve(1, SHARD, DIGESTS[:2], UNIT, 0)
     store.drop_owner(1)
@@ -467,7 +467,7 @@ def test_a_full_idle_store_makes_room_on_demand() -> None:
     assert store.stats()["evicted"] == 4
 
 
-def test_only_leased_chunks_left_is_answered_with_how_many_fit() -> None:
+def test_mp_095_only_leased_chunks_left_is_answered_with_how_many_fit() -> None:
     store = filled(6, 8)
     assert store.lookup("r", [SHARD], DIGESTS[:6], 0) == 6
     new = [bytes([100 + i]) * 32 for i in range(4)]
@@ -482,7 +482,7 @@ def test_the_tail_of_a_prefix_never_evicts_its_head() -> None:
     assert present(store, DIGESTS[:6]) == 4
 
 
-def test_lookup_stops_where_any_shard_lacks_a_chunk() -> None:
+def test_mp_084_lookup_stops_where_any_shard_lacks_a_chunk() -> None:
     store = ChunkStore(16 * UNIT)
     put(store, DIGESTS[:4])
     put(store, [DIGESTS[0], DIGESTS[2]], OTHER)
@@ -492,7 +492,7 @@ def test_lookup_stops_where_any_shard_lacks_a_chunk() -> None:
         store.lookup("r", [], DIGESTS, 0)
 
 
-def test_ending_a_session_twice_leaves_the_leases_of_others() -> None:
+def test_mp_089_d35_ending_a_session_twice_leaves_the_leases_of_others() -> None:
     store = filled(2)
     store.lookup("a", [SHARD], DIGESTS[:2], 0)
     store.lookup("b", [SHARD], DIGESTS[:2], 0)
@@ -503,7 +503,7 @@ def test_ending_a_session_twice_leaves_the_leases_of_others() -> None:
     assert put(store, DIGESTS[4:6]) == 2
 
 
-def test_a_second_lookup_replaces_the_first_and_renews_the_lease() -> None:
+def test_mp_d37_fault_d04_a_second_lookup_replaces_the_first_and_renews_the_lease() -> None:
     store = filled(3, lease_ttl=300)
     store.lookup("a", [SHARD], DIGESTS[:3], 0)
     store.lookup("a", [SHARD], DIGESTS[:1], 200)

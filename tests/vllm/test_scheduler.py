@@ -173,7 +173,9 @@ def test_a_load_names_the_chunks_and_blocks_and_spares_local_ones(port):
     assert side.build_step(step_output()).loads == []
 
 
-def test_fault_a10_the_null_block_of_a_window_is_absent_and_keeps_a_chunk_from_being_stored(port):
+def test_mp_100_fault_a10_the_null_block_of_a_window_is_absent_and_keeps_a_chunk_from_being_stored(
+    port,
+):
     """Blocks that left the window all have id 0: never written, never stored as if they held data."""
     side = make(port, groups=(GroupShape(BLOCK), GroupShape(BLOCK, window=40)))
     request = Request("a", list(range(200)))
@@ -240,7 +242,7 @@ def test_tokens_behind_the_last_whole_prompt_chunk_are_not_stored(port):
     assert side.build_step(decode).stores == []
 
 
-def test_a_prompt_shorter_than_a_chunk_asks_nobody(port):
+def test_mp_098_fault_d07_a_prompt_shorter_than_a_chunk_asks_nobody(port):
     side = make(port)
     assert side.matched_tokens(Request("a", list(range(CHUNK - 1))), 0) == (0, False)
     side.allocated("a", blocks_for(CHUNK - 1), 0)
@@ -395,7 +397,7 @@ def test_prompt_embeddings_are_left_alone(port):
     assert port.sent == []
 
 
-def test_salts_and_adapters_never_share(port):
+def test_mp_085_salts_and_adapters_never_share(port):
     side = make(port)
     tokens = list(range(CHUNK))
     adapter = type("Adapter", (), {"lora_name": "x", "lora_path": "/x"})()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lmcache_kernels.errors import ConfigError
 from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES
 
 from .expiring import Expiring
@@ -13,6 +16,54 @@ from .request_checks import RefusedError, check_instance
 if TYPE_CHECKING:
     from .served_cache import ServedCache
     from .store import ChunkStore
+
+
+SHORTEST_REAP = 30.0
+"""Seconds below which a worker would be dropped for a ping or two that were late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Liveness:
+    """How long a worker that is not heard of counts as alive, in seconds; both may be infinite.
+
+    Attributes:
+        reap_after: one that has pinged before, as engines do from when they run.
+        grace: one that has not. Between its registration and its first ping an engine may compile and
+            warm up for minutes.
+
+    Raises:
+        ConfigError: times that are not above 0, or a shorter grace.
+    """
+
+    reap_after: float = 120.0
+    grace: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.reap_after <= self.grace:
+            raise ConfigError(
+                "liveness of workers: expected 0 < reap_after <= grace seconds, got "
+                f"{self.reap_after} and {self.grace}"
+            )
+
+    @classmethod
+    def of_options(cls, reap_timeout: float, grace: float) -> Liveness:
+        """As a configuration has them.
+
+        Args:
+            reap_timeout: 0: workers are never dropped.
+
+        Raises:
+            ConfigError: numbers that are not finite, a timeout below 30, or a shorter grace.
+        """
+        if reap_timeout == 0:
+            return cls(math.inf, math.inf)
+        if not SHORTEST_REAP <= reap_timeout <= grace < math.inf:
+            raise ConfigError(
+                "worker reap timeout and registration grace: expected 0, or at least "
+                f"{SHORTEST_REAP:g} seconds and a grace that is not shorter, got {reap_timeout:g} and "
+                f"{grace:g}"
+            )
+        return cls(reap_timeout, grace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +92,17 @@ class KnownWorkers:
     Args:
         store: where lost workers leave things.
         arena_bytes: for messages.
-        ttl: seconds of silence after which a worker counts as dead.
-
-    Raises:
-        ConfigError: a time that is not above 0.
+        liveness: when silent ones are dropped.
     """
 
-    def __init__(self, store: ChunkStore, arena_bytes: int, ttl: float) -> None:
+    def __init__(self, store: ChunkStore, arena_bytes: int, liveness: Liveness) -> None:
         self._store = store
         self._arena_bytes = arena_bytes
-        self._known: Expiring[int, KnownWorker] = Expiring(ttl, "worker_ttl")
+        self._new: Expiring[int, KnownWorker] = Expiring(liveness.grace, "grace")
+        self._proven: Expiring[int, KnownWorker] = Expiring(liveness.reap_after, "reap_after")
 
     def __len__(self) -> int:
-        return len(self._known)
-
-    @property
-    def ttl(self) -> float:
-        return self._known.ttl
+        return len(self._new) + len(self._proven)
 
     def add(self, instance: int, worker: KnownWorker, now: float) -> None:
         """Register, in place of what the instance had registered before.
@@ -71,7 +116,7 @@ class KnownWorkers:
                 f"one chunk takes {worker.slot_bytes} bytes, the arena has "
                 f"{self._arena_bytes}: make the arena larger",
             )
-        for number, other in self._known.items():
+        for number, other in itertools.chain(self._new.items(), self._proven.items()):
             if (
                 number != instance
                 and other.shard == worker.shard
@@ -83,28 +128,39 @@ class KnownWorkers:
                     f"shard has, got {worker.chunk_bytes}",
                 )
         self.remove(instance)
-        self._known.put(instance, worker, now)
+        self._new.put(instance, worker, now)
 
     def remove(self, instance: int) -> KnownWorker | None:
         """Forget the worker and discard what it was doing; who it was."""
-        worker = self._known.pop(instance)
+        worker = self._new.pop(instance) or self._proven.pop(instance)
         if worker is not None:
             self._drop(worker)
         return worker
 
-    def expire(self, now: float) -> list[int]:
-        """Remove those that were silent for too long."""
-        silent = self._known.expire(now)
-        for _, worker in silent:
-            self._drop(worker)
-        return [instance for instance, _ in silent]
+    def expire(self, now: float) -> list[tuple[int, float]]:
+        """Remove those that were silent for too long; who, and for how many seconds."""
+        dropped = []
+        for table in (self._new, self._proven):
+            for instance, worker in table.expire(now):
+                self._drop(worker)
+                dropped.append((instance, table.ttl))
+        return dropped
+
+    def pinged(self, instance: int, now: float) -> bool:
+        """The worker said that it is alive; whether it is registered."""
+        worker = self._new.pop(instance) or self._proven.get(instance)
+        if worker is not None:
+            self._proven.put(instance, worker, now)
+        return worker is not None
 
     def seen(self, instance: int, now: float) -> KnownWorker | None:
         """The worker, which was just heard of; None if it is not registered."""
-        worker = self._known.get(instance)
-        if worker is not None:
-            self._known.put(instance, worker, now)
-        return worker
+        for table in (self._proven, self._new):
+            worker = table.get(instance)
+            if worker is not None:
+                table.put(instance, worker, now)
+                return worker
+        return None
 
     def known(self, instance: int, now: float) -> KnownWorker:
         """:meth:`seen`, of a worker that must be registered.

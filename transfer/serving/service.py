@@ -31,7 +31,7 @@ from lmcache_kernels.transfer.messages import (
     Welcome,
 )
 
-from .known_workers import KnownWorker, KnownWorkers
+from .known_workers import KnownWorker, KnownWorkers, Liveness
 from .request_checks import (
     RefusedError,
     check_chunk_bytes,
@@ -58,9 +58,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WORKER_TTL = 120.0
-"""Seconds of silence after which a worker counts as dead; workers ping far more often."""
-
 
 class CacheService:
     """Serves requests on a chunk store whose slots lie in one arena.
@@ -75,7 +72,7 @@ class CacheService:
         write_ttl: seconds a worker has to commit a store.
         lease_ttl: seconds a lookup keeps its chunks.
         read_ttl: seconds a worker has to end a retrieve.
-        worker_ttl: seconds after which a silent worker is dropped with all it was doing.
+        liveness: after how long a silent worker is dropped with all it was doing.
         eviction: which chunks go, and when.
         arena: the arena, if this process copies for workers that want it to.
         wake: called, from any thread, when :meth:`finished` has something to do.
@@ -94,7 +91,7 @@ class CacheService:
         write_ttl: float = WRITE_TTL,
         lease_ttl: float = LEASE_TTL,
         read_ttl: float = READ_TTL,
-        worker_ttl: float = WORKER_TTL,
+        liveness: Liveness | None = None,
         eviction: Eviction | None = None,
         arena: Arena | None = None,
         wake: Callable[[], None] = lambda: None,
@@ -109,7 +106,7 @@ class CacheService:
             read_ttl=read_ttl,
             eviction=eviction,
         )
-        self._workers = KnownWorkers(self._store, arena_bytes, worker_ttl)
+        self._workers = KnownWorkers(self._store, arena_bytes, liveness or Liveness())
         self._caches: ServedCaches | None = None
         self._served: ServedTransfers | None = None
         if arena is not None:
@@ -181,11 +178,11 @@ class CacheService:
 
     def tick(self, now: float) -> None:
         """Drop silent workers, end what has taken too long, make room; call every second or so."""
-        for instance in self._workers.expire(now):
+        for instance, seconds in self._workers.expire(now):
             logger.warning(
                 "worker %d was silent for %g s: dropped, what it was writing is discarded",
                 instance,
-                self._workers.ttl,
+                seconds,
             )
         self._store.tick(now)
         self._store.make_room()
@@ -219,7 +216,7 @@ class CacheService:
         registered = False
         if request.instance is not None:
             check_instance(request.instance)
-            registered = self._workers.seen(request.instance, now) is not None
+            registered = self._workers.pinged(request.instance, now)
         return Pong(incarnation=self._incarnation, registered=registered)
 
     # --- workers ----------------------------------------------------------------------------------
