@@ -44,7 +44,7 @@ ERROR_CODES = {
     "expired": "the deadline had passed when the request was read; nothing was done",
     "unknown_ticket": "this prepared transfer does not exist (any more)",
     "no_space": "the chunk is larger than the whole arena",
-    "busy": "too many caches are registered, or too many transfers of this one are under way",
+    "busy": "too many workers or caches are registered, or too many transfers are under way",
     "stopped": "the transfer was stopped before it moved anything",
     "failed": "the copy could not be made; nothing of it is offered to anyone",
     "internal": "a bug in the server; its log has the trace",

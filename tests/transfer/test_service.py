@@ -51,6 +51,7 @@ from lmcache_kernels.transfer.messages import (
     Unregister,
     Welcome,
 )
+from lmcache_kernels.transfer.serving import known_workers
 from lmcache_kernels.transfer.serving.known_workers import Liveness
 from lmcache_kernels.transfer.serving.service import CacheService
 
@@ -289,6 +290,18 @@ def test_fault_e11_workers_that_die_right_after_they_registered_leave_nothing() 
         cache.service.tick(cache.now)
         stats = cache.service.stats()
         assert (stats["workers"], stats["used_bytes"], stats["writing"]) == (0, 0, 0)
+
+
+def test_registrations_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_workers, "MAX_WORKERS", 3)
+    cache = Cache()
+    for instance in (1, 2, 3, 2):
+        cache.register(instance)
+    another = Register(instance=4, shard=SHARD, chunk_bytes=CHUNK)
+    assert cache.code(another) == "busy"
+    cache.ask(Unregister(instance=1))
+    cache.register(4)
+    assert cache.service.stats()["workers"] == 3
 
 
 def test_mp_092_times_of_workers_that_cannot_be_are_refused() -> None:

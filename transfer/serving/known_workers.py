@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .store import ChunkStore
 
 
+MAX_WORKERS = 1 << 12
+"""More are refused: whoever sends registrations without end shall not fill the server's memory."""
+
 SHORTEST_REAP = 30.0
 """Seconds below which a worker would be dropped for a ping or two that were late."""
 
@@ -108,8 +111,11 @@ class KnownWorkers:
         """Register, in place of what the instance had registered before.
 
         Raises:
-            RefusedError: chunks that do not fit, or that others of the shard have in another size.
+            RefusedError: chunks that do not fit, or that others of the shard have in another size; or
+                too many workers.
         """
+        if len(self) >= MAX_WORKERS and self.seen(instance, now) is None:
+            raise RefusedError("busy", f"{MAX_WORKERS} workers are registered already")
         if not self._store.fits(worker.slot_bytes):
             raise RefusedError(
                 "no_space",
