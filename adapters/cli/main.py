@@ -47,7 +47,9 @@ def _main(
 
 @app.command()
 def serve(
-    host: Annotated[str, typer.Option(help="Loopback address to bind.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to bind: without keys a loopback one.")
+    ] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="TCP port to bind; 0 takes a free one.")
     ] = 5555,
@@ -90,6 +92,12 @@ def serve(
     worker_registration_grace_seconds: Annotated[
         float, typer.Option(min=0.0, help="The same of a worker that has not pinged yet.")
     ] = 600.0,
+    curve_secret_key: Annotated[
+        str, typer.Option(help="The server's *.key_secret file: whoever connects needs a key, too.")
+    ] = "",
+    curve_clients: Annotated[
+        str, typer.Option(help="Directory of the *.key files of those who may connect.")
+    ] = "",
 ) -> None:
     """Run a cache server until it is interrupted."""
     from lmcache_kernels.adapters.server.main import serve as run_server
@@ -105,7 +113,26 @@ def serve(
         eviction_ratio=eviction_ratio,
         worker_reap_timeout=worker_reap_timeout_seconds,
         worker_registration_grace=worker_registration_grace_seconds,
+        curve_secret_key=curve_secret_key,
+        curve_clients=curve_clients,
     )
+
+
+@app.command()
+def keys(
+    directory: Annotated[str, typer.Argument(help="Where the two files are written.")],
+    name: Annotated[str, typer.Argument(help="Whose they are, such as server or a host's name.")],
+) -> None:
+    """Make a pair of CURVE keys: NAME.key, for the other side, and NAME.key_secret, for nobody else."""
+    from lmcache_kernels.adapters.messaging.curve import create_keys
+    from lmcache_kernels.errors import ConfigError
+
+    try:
+        public, secret = create_keys(directory, name)
+    except ConfigError as error:
+        typer.echo(f"lmcache-kernels: {error}", err=True)
+        raise typer.Exit(2) from error
+    typer.echo(f"public: {public}\nsecret: {secret}")
 
 
 @app.command()

@@ -36,6 +36,7 @@ from .states import State
 if TYPE_CHECKING:
     from lmcache_kernels.transfer.messages import Request
 
+    from .curve import ClientKeys
     from .session import Outcome
     from .sockets import Context
 
@@ -58,6 +59,7 @@ class CacheClient:
         instance_id: worker that pings vouch for; None: no worker.
         chunk_tokens: tokens per chunk that the server must work with; None takes any.
         name: of the thread and of this client in the server's eyes.
+        keys: of a server that wants CURVE.
 
     Raises:
         ConfigError: a URL or interval that cannot work.
@@ -73,6 +75,7 @@ class CacheClient:
         instance_id: int | None = None,
         chunk_tokens: int | None = None,
         name: str = "",
+        keys: ClientKeys | None = None,
     ) -> None:
         check_url(url)
         if not 0 < ping_interval < math.inf:
@@ -85,7 +88,7 @@ class CacheClient:
             instance_id=instance_id,
             software=f"lmcache-kernels {__version__} {name}".rstrip(),
         )
-        self._dealer = Dealer(url, context)
+        self._dealer = Dealer(url, context, keys)
         self._pid = os.getpid()
         self._queue: deque[Submission] = deque()
         self._wake_receiver, self._wake_sender = socket.socketpair()

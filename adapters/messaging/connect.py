@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from lmcache_kernels.plane import CacheGroup
     from lmcache_kernels.transfer.observer import Observer
 
+    from .curve import ClientKeys
+
 
 @contextmanager
 def connect(
@@ -26,6 +28,7 @@ def connect(
     timeout: float = 10.0,
     max_programs: int | None = None,
     observer: Observer | None = None,
+    keys: ClientKeys | None = None,
 ) -> Iterator[EngineDrivenContext]:
     """A context that stores and loads ``groups``, the whole of a model's cache, at a server.
 
@@ -36,12 +39,13 @@ def connect(
         timeout: seconds to wait for the server, and for each request.
         max_programs: bound on the grid of every GPU kernel.
         observer: told of every transfer that ends.
+        keys: of a server that wants CURVE.
 
     Raises:
         PeerGone: no server answered. ConfigError: it works with other chunks. LayoutError: the
         groups cannot be stored in such chunks.
     """
-    client = CacheClient(url, chunk_tokens=chunk_tokens)
+    client = CacheClient(url, chunk_tokens=chunk_tokens, keys=keys)
     try:
         client.wait_ready(timeout)
         context = EngineDrivenContext(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
 
+    from .curve import ClientKeys
     from .sockets import Context, Socket
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ _CAUSES = {
     zmq.Event.CONNECTED: SILENT,
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: SILENT,
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: SILENT,
-    zmq.Event.HANDSHAKE_FAILED_AUTH: SILENT,
+    zmq.Event.HANDSHAKE_FAILED_AUTH: "the server does not know our CURVE key",
     zmq.Event.DISCONNECTED: None,
 }
 """Events that mean there is no connection (yet, or any more), and why if they tell."""
@@ -65,8 +66,9 @@ class Dealer:
         TransportError: the first socket could not be opened.
     """
 
-    def __init__(self, url: str, context: Context | None) -> None:
+    def __init__(self, url: str, context: Context | None, keys: ClientKeys | None = None) -> None:
         self._url = url
+        self._keys = keys
         self._owns_context = context is None
         self._context = context if context is not None else zmq.Context()
         self._socket: Socket | None = None  # None, as the monitor: there is none at the moment
@@ -85,6 +87,8 @@ class Dealer:
             self._socket.set(zmq.IPV6, "[" in self._url)  # else a name would mean its IPv6 address
             self._socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
             self._socket.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+            if self._keys is not None:
+                self._keys.apply(self._socket)
             self._monitor = self._socket.get_monitor_socket(
                 zmq.Event.HANDSHAKE_SUCCEEDED | functools.reduce(operator.or_, _CAUSES)
             )

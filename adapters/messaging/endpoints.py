@@ -1,4 +1,4 @@
-"""What an address is, and which a server may bind: those that only this machine can reach."""
+"""What an address is, and which a server may bind: without keys, those that only this machine can reach."""
 
 from __future__ import annotations
 
@@ -25,15 +25,19 @@ def check_url(url: object) -> None:
         raise ConfigError(f"url: expected tcp://HOST:PORT or ipc://PATH, got {url!r:.80}")
 
 
-def bind(router: Socket, url: str) -> str:
+def bind(router: Socket, url: str, *, keyed: bool = False) -> str:
     """Bind ``router`` to ``url`` and return where it listens; port 0 takes any free one.
 
+    Args:
+        keyed: whoever connects must have a key, so others may reach it.
+
     Raises:
-        ConfigError: an address that others could reach or that cannot be bound.
+        ConfigError: an address that others could reach, or that cannot be bound.
     """
     tcp, ipc = _TCP.fullmatch(url), _IPC.fullmatch(url)
     if tcp is not None:
-        target = f"tcp://{_loopback(tcp['host'])}:{_port(tcp['port'])}"
+        host = tcp["host"] if keyed else _loopback(tcp["host"])
+        target = f"tcp://{host}:{_port(tcp['port'])}"
     elif ipc is not None:
         target = url
         _check_unused(ipc["path"])
@@ -59,7 +63,8 @@ def _loopback(host: str) -> str:
     if address is None or not address.is_loopback:
         raise ConfigError(
             f"host: expected a loopback address such as 127.0.0.1, got {host}: other machines must "
-            "not reach the server without CURVE keys, and those are not supported yet"
+            "not reach the server without CURVE keys; see lmcache-kernels keys, --curve-secret-key "
+            "and --curve-clients"
         )
     return host
 

@@ -27,8 +27,11 @@ from .sockets import bounded_socket, receive
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from zmq.auth.thread import ThreadAuthenticator
+
     from lmcache_kernels.transfer.messages import Request
 
+    from .curve import ServerKeys
     from .sockets import Context
 
 logger = logging.getLogger(__name__)
@@ -77,9 +80,11 @@ class CacheServerLoop:
     """Bound and listening once it is made; serves in :meth:`run`.
 
     Args:
-        url: ``tcp://HOST:PORT`` with a loopback address, port 0 for any free one, or ``ipc://PATH``.
+        url: ``tcp://HOST:PORT``, without keys with a loopback address, port 0 for any free one; or
+            ``ipc://PATH``.
         incarnation: random id of this server's life; requests meant for another are refused.
         clock: monotonic seconds, as told to clients.
+        keys: only clients whose keys are among these get through, and any address may be bound.
 
     Attributes:
         endpoint: where it listens.
@@ -95,6 +100,7 @@ class CacheServerLoop:
         *,
         incarnation: str,
         clock: Callable[[], float] = time.monotonic,
+        keys: ServerKeys | None = None,
     ) -> None:
         self.counters = ServerCounters()
         self._incarnation = incarnation
@@ -107,8 +113,11 @@ class CacheServerLoop:
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
+        self._gatekeeper: ThreadAuthenticator | None = None
         try:
-            self.endpoint = bind(self._router, url)
+            if keys is not None:
+                self._gatekeeper = keys.guard(self._router, self._context)
+            self.endpoint = bind(self._router, url, keyed=keys is not None)
         except BaseException:
             self.close()
             raise
@@ -149,6 +158,8 @@ class CacheServerLoop:
     def close(self) -> None:
         """Stop listening and drop what was not sent; after :meth:`run`, idempotent."""
         self._router.close(0)
+        if self._gatekeeper is not None:
+            self._gatekeeper.stop()
         self._context.term()
         self._wake_receiver.close()
         self._wake_sender.close()

@@ -52,7 +52,9 @@ MAX_PENDING = 8192
 """Requests that may wait for their replies; fewer than a socket's queue holds, so that a server
 that works through them never has to drop a reply."""
 
-SILENT = "what listens there does not answer; is it stopped, or no cache server at all?"
+SILENT = (
+    "what listens there does not answer; is it stopped, no cache server, or are the keys wrong?"
+)
 """Cause while a connection is there and nothing came through it."""
 
 Outcome: TypeAlias = Reply | KVTransferError

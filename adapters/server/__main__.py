@@ -37,6 +37,10 @@ def main() -> None:
         default=600.0,
         help="the same of one that has not pinged yet",
     )
+    parser.add_argument("--curve-secret-key", default="", help="the server's *.key_secret file")
+    parser.add_argument(
+        "--curve-clients", default="", help="directory of the *.key files of those who may connect"
+    )
     parser.add_argument("--stop-on-eof", action="store_true", help="stop when standard input ends")
     chosen = parser.parse_args()
     logging.basicConfig(
@@ -52,6 +56,8 @@ def main() -> None:
         eviction_ratio=chosen.eviction_ratio,
         worker_reap_timeout=chosen.worker_reap_timeout_seconds,
         worker_registration_grace=chosen.worker_registration_grace_seconds,
+        curve_secret_key=chosen.curve_secret_key,
+        curve_clients=chosen.curve_clients,
         stop_on_eof=chosen.stop_on_eof,
     )
 

@@ -23,6 +23,8 @@ from lmcache_kernels.transfer.serving.service import CacheService
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from lmcache_kernels.adapters.messaging.curve import ServerKeys
+
 logger = logging.getLogger(__name__)
 
 READY_LINE = "lmcache-kernels: serving {url} (arena {name}, {size} bytes, chunk {chunk} tokens)"
@@ -43,19 +45,23 @@ def serve(
     eviction_ratio: float = 0.2,
     worker_reap_timeout: float = 120.0,
     worker_registration_grace: float = 600.0,
+    curve_secret_key: str = "",
+    curve_clients: str = "",
     stop_on_eof: bool = False,
 ) -> None:
     """Run a cache server in the main thread until SIGTERM, SIGINT or SIGHUP, then remove its arena.
 
     Args:
         size_gb: host memory for chunks, in GiB of /dev/shm.
-        host: loopback address, or ``localhost`` for 127.0.0.1.
+        host: loopback address, or ``localhost`` for 127.0.0.1; with keys any address.
         port: TCP port; 0 takes any free one.
         chunk_size: tokens of one chunk.
         eviction_policy, eviction_watermark, eviction_ratio: see
             :class:`~lmcache_kernels.transfer.serving.eviction.Eviction`.
         worker_reap_timeout, worker_registration_grace: seconds, see
             :meth:`~lmcache_kernels.transfer.serving.known_workers.Liveness.of_options`.
+        curve_secret_key, curve_clients: see
+            :meth:`~lmcache_kernels.adapters.messaging.curve.ServerKeys.read`; both or neither.
         stop_on_eof: also stop when standard input ends, so that the server does not outlive a
             parent that holds the other end.
 
@@ -65,7 +71,8 @@ def serve(
     try:
         eviction = Eviction(eviction_policy, eviction_watermark, eviction_ratio)
         liveness = Liveness.of_options(worker_reap_timeout, worker_registration_grace)
-        _serve(size_gb, host, port, chunk_size, eviction, liveness, stop_on_eof)
+        keys = _server_keys(curve_secret_key, curve_clients)
+        _serve(size_gb, host, port, chunk_size, eviction, liveness, keys, stop_on_eof)
     except KVTransferError as error:
         sys.stderr.write(f"lmcache-kernels: {error}\n")
         raise SystemExit(STARTUP_FAILED) from error
@@ -78,6 +85,7 @@ def _serve(
     chunk_size: int,
     eviction: Eviction,
     liveness: Liveness,
+    keys: ServerKeys | None,
     stop_on_eof: bool,
 ) -> None:
     if not 0 < size_gb < math.inf:
@@ -88,7 +96,7 @@ def _serve(
     incarnation = secrets.token_hex(16)
     # The port comes first: a server that is there already explains why there is no memory either.
     with (
-        CacheServerLoop(f"tcp://{where}:{port}", incarnation=incarnation) as loop,
+        CacheServerLoop(f"tcp://{where}:{port}", incarnation=incarnation, keys=keys) as loop,
         _stopped_by_signals(loop.stop),
     ):
         if stop_on_eof:
@@ -118,6 +126,16 @@ def _serve(
         logger.info(
             "stopped; %s", ", ".join(f"{name} {count}" for name, count in stats.items() if count)
         )
+
+
+def _server_keys(secret_key: str, clients: str) -> ServerKeys | None:
+    if not secret_key and not clients:
+        return None
+    if not (secret_key and clients):
+        raise ConfigError("--curve-secret-key and --curve-clients: expected both or neither")
+    from lmcache_kernels.adapters.messaging.curve import ServerKeys
+
+    return ServerKeys.read(secret_key, clients)
 
 
 @contextlib.contextmanager

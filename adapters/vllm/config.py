@@ -1,4 +1,4 @@
-"""Settings of the connector: the ``lmcache.mp.*`` keys of ``kv_connector_extra_config``. Pure."""
+"""Settings of the connector: the ``lmcache.mp.*`` keys of ``kv_connector_extra_config``. Pure but for key files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from lmcache_kernels.transfer.transfer_mode import transfer_mode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from lmcache_kernels.adapters.messaging.curve import ClientKeys
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,8 @@ class ConnectorConfig:
         max_programs: bound on the grid of the GPU kernels, which the model's kernels share the
             multiprocessors with; 0 for none. Without a bound they are over soonest, which was seen to
             disturb decoding least.
+        curve_secret_key, curve_server_key: the engine's ``*.key_secret`` file and the server's
+            ``*.key``, for a server that wants keys; both or neither.
     """
 
     host: str = "tcp://localhost"
@@ -61,6 +65,8 @@ class ConnectorConfig:
     model_name: str = ""
     mp_transfer_mode: str = ""
     max_programs: int = 0
+    curve_secret_key: str = ""
+    curve_server_key: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -76,6 +82,10 @@ class ConnectorConfig:
             raise ConfigError(f"{PREFIX}port: expected 1 to 65535, got {self.port}")
         if self.max_programs < 0:
             raise ConfigError(f"{PREFIX}max_programs: expected >= 0, got {self.max_programs}")
+        if bool(self.curve_secret_key) != bool(self.curve_server_key):
+            raise ConfigError(
+                f"{PREFIX}curve_secret_key and {PREFIX}curve_server_key: expected both or neither"
+            )
         if self.chunk_size < 1:
             raise ConfigError(f"{PREFIX}chunk_size: expected >= 1 token, got {self.chunk_size}")
         try:
@@ -102,6 +112,18 @@ class ConnectorConfig:
     def url(self) -> str:
         host = self.host if "://" in self.host else f"tcp://{self.host}"
         return f"{host}:{self.port}"
+
+    def keys(self) -> ClientKeys | None:
+        """Of a server that wants CURVE; None if none are set.
+
+        Raises:
+            ConfigError: files that cannot be read or are no keys.
+        """
+        if not self.curve_secret_key:
+            return None
+        from lmcache_kernels.adapters.messaging.curve import ClientKeys
+
+        return ClientKeys.read(self.curve_secret_key, self.curve_server_key)
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any] | None) -> ConnectorConfig:

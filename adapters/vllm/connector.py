@@ -149,6 +149,7 @@ class LMCacheKernelsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
             ping_interval=self._config.heartbeat_interval,
             instance_id=self._instance if role == KVConnectorRole.WORKER else None,
             name=role.name.lower(),
+            keys=self._config.keys(),
         )
         try:
             client.wait_ready(self._config.connect_timeout)

@@ -48,14 +48,15 @@ def test_serve_hands_over_its_options_and_their_defaults(stand_in):
     options += ["--eviction-policy", "s3fifo", "--eviction-trigger-watermark", "0.8"]
     options += ["--eviction-ratio", "0.1", "--worker-reap-timeout-seconds", "30"]
     options += ["--worker-registration-grace-seconds", "40"]
+    options += ["--curve-secret-key", "s", "--curve-clients", "c"]
     assert invoke("serve", *options).exit_code == 0
     names = ("host", "port", "size_gb", "chunk_size")
     names += ("eviction_policy", "eviction_watermark", "eviction_ratio")
     names += ("worker_reap_timeout", "worker_registration_grace")
-    assert calls == [
-        dict(zip(names, ("127.0.0.1", 5555, 4.0, 256, "lru", 1.0, 0.2, 120, 600), strict=True)),
-        dict(zip(names, ("::1", 7, 0.5, 64, "s3fifo", 0.8, 0.1, 30, 40), strict=True)),
-    ]
+    names += ("curve_secret_key", "curve_clients")
+    usual = ("127.0.0.1", 5555, 4.0, 256, "lru", 1.0, 0.2, 120, 600, "", "")
+    chosen = ("::1", 7, 0.5, 64, "s3fifo", 0.8, 0.1, 30, 40, "s", "c")
+    assert calls == [dict(zip(names, values, strict=True)) for values in (usual, chosen)]
 
 
 @pytest.mark.parametrize("code", [0, 1])

@@ -86,10 +86,10 @@ class Recorder:
 class RunningServer:
     """A loop in a thread."""
 
-    def __init__(self, url="tcp://127.0.0.1:0", **arguments):
+    def __init__(self, url="tcp://127.0.0.1:0", *, keys=None, **arguments):
         incarnation = secrets.token_hex(8)
         self.service = Recorder(incarnation, **arguments)
-        self.loop = CacheServerLoop(url, incarnation=incarnation)
+        self.loop = CacheServerLoop(url, incarnation=incarnation, keys=keys)
         self.url = self.loop.endpoint
         self.thread = threading.Thread(target=self.loop.run, args=(self.service,))
         self.thread.start()

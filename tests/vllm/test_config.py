@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from lmcache_kernels.adapters.messaging.curve import ClientKeys, create_keys
 from lmcache_kernels.adapters.vllm.config import ConnectorConfig
 from lmcache_kernels.errors import ConfigError
 
@@ -59,6 +60,7 @@ def test_what_counts_as_true(text):
         ("chunk_size", 0),
         ("load_async", "maybe"),
         ("mp_transfer_mode", "both"),
+        ("curve_secret_key", "a"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_naming_its_key(key, value):
@@ -110,3 +112,16 @@ def test_a_typo_is_named_once_and_every_setting_is_logged(caplog):
     lines = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
     assert "lmcache.mp.port = 6000 (overridden, default 5555)" in lines
     assert "lmcache.mp.chunk_size = 256" in lines
+
+
+def test_keys_are_read_from_both_files_or_not_at_all(tmp_path):
+    assert ConnectorConfig().keys() is None
+    for name in ("engine", "server"):
+        create_keys(tmp_path, name)
+    secret, server = f"{tmp_path}/engine.key_secret", f"{tmp_path}/server.key"
+    keys = read(curve_secret_key=secret, curve_server_key=server).keys()
+    assert keys == ClientKeys.read(secret, server)
+    with pytest.raises(ConfigError, match="curve_server_key: expected both or neither"):
+        read(curve_server_key=server)
+    with pytest.raises(ConfigError, match="no_such"):
+        read(curve_secret_key="no_such", curve_server_key=server).keys()
