@@ -27,6 +27,7 @@ PURE = [
         "transfer.memory.slot_header",
         "transfer.serving.chunk_table",
     ),
+    *("transfer.serving.eviction", "transfer.moving.pieces"),
     *("transfer.serving.expiring", "transfer.serving.request_checks", "transfer.moving.slice_plan"),
     "transfer.transfer_mode",
     *("transfer.sharing.descriptors", "transfer.cache_forms", "transfer.serving.later"),

@@ -6,12 +6,14 @@ import errno
 import gc
 import itertools
 import os
+import pickle  # noqa: TID251 - to see that nobody else does
 import socket
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as FutureTimeout
 
 import msgspec
 import psutil
@@ -96,6 +98,26 @@ def test_fault_i04_many_threads_each_get_their_own_replies(client):
     assert all(answers)
     assert client.pending == 0
     assert client.strays == 0
+
+
+def test_mp_013_who_stops_waiting_may_come_back(server, client):
+    server.service.gate.clear()
+    future = client.request(lookup(3), 30)
+    for _ in range(2):
+        with pytest.raises(FutureTimeout):
+            future.result(0.05)
+    server.service.gate.set()
+    assert future.result(10) == future.result(0) == Found(chunks=3)
+
+
+def test_fault_i10_many_tiny_and_odd_messages_are_each_answered(client):
+    names = ("\U0001f642" * 128, "\u6f22\u5b57" * 250, "a" * 512, "", "\0")
+    odd = [Lookup(request=name, shards=[], digests=b"x") for name in names]
+    futures = [client.request(message, 60) for message in odd * 2000]
+    assert all(future.result(60) == Found(chunks=1) for future in futures)
+    large = client.request(lookup(4 << 20), 30)
+    assert large.result(30) == Found(chunks=4 << 20)
+    assert client.pending == 0
 
 
 def test_several_clients_share_a_server(server, connect):
@@ -655,6 +677,40 @@ def test_mp_011_d05_fault_i06_malformed_frames_are_counted_and_the_server_goes_o
     assert server.loop.counters.malformed == len(junk)
     assert server.service.asked_of(Clear) == []
     assert client.request(lookup(1), 5).result(10) == Found(chunks=1)
+
+
+class Opened:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_fault_i08_nothing_that_arrives_is_unpickled(server, raw, client, tmp_path):
+    canary = tmp_path / "canary"
+    inc = server.service.incarnation
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        evil = pickle.dumps(Opened(canary), protocol)
+        good, body = wire.request_frames(5, inc, 0.0, wire.encode_body(Clear()))
+        hidden = msgspec.msgpack.encode({"op": "lookup", "request": evil, "shards": [evil]})
+        for frames in (
+            [evil],
+            [evil, evil],
+            [good, evil],
+            [evil, body],
+            [good, body, evil],
+            [good, hidden],
+        ):
+            raw.send_multipart(frames)
+        with pytest.raises(wire.MalformedMessage):
+            wire.decode_reply([evil, evil])
+    assert client.request(lookup(1), 5).result(10) == Found(chunks=1)
+    assert not canary.exists()
+    pickle.loads(evil).close()  # the trap does work
+    assert canary.exists()
 
 
 @pytest.mark.parametrize(
