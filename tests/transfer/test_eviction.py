@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmcache_kernels.errors import ConfigError
+from lmcache_kernels.transfer.serving import eviction
 from lmcache_kernels.transfer.serving.chunk_table import Chunk
 from lmcache_kernels.transfer.serving.eviction import POLICIES, Eviction, LeastRecentlyUsed, S3Fifo
 from lmcache_kernels.transfer.serving.store import ChunkStore
@@ -39,16 +40,21 @@ class PolicyMachine(RuleBasedStateMachine):
         self.policy = POLICIES[policy]()
         self.idle: dict[int, Chunk] = {}
 
-    @rule(number=st.integers(0, 9), hits=st.integers(0, 5), units=st.integers(1, 3))
-    def add(self, number, hits, units) -> None:
-        if number not in self.idle:
-            self.idle[number] = chunk(number, hits, units)
-            self.policy.add(self.idle[number])
+    @rule(
+        numbers=st.lists(st.integers(0, 9), unique=True, max_size=6),
+        hits=st.integers(0, 5),
+        units=st.integers(1, 3),
+    )
+    def add(self, numbers, hits, units) -> None:
+        new = {number: chunk(number, hits, units) for number in numbers if number not in self.idle}
+        self.policy.add(list(new.values()))
+        self.idle |= new
 
     @precondition(lambda self: self.idle)
     @rule(data=st.data())
     def remove(self, data) -> None:
-        self.policy.remove(self.idle.pop(data.draw(st.sampled_from(sorted(self.idle)))))
+        some = data.draw(st.lists(st.sampled_from(sorted(self.idle)), unique=True))
+        self.policy.remove([self.idle.pop(number) for number in some])
 
     @rule()
     def victim(self) -> None:
@@ -79,10 +85,10 @@ def victims(policy, count: int) -> list[int]:
 def test_the_least_recently_used_goes_first() -> None:
     policy = LeastRecentlyUsed()
     some = [chunk(n) for n in range(4)]
-    for one in some:
-        policy.add(one)
-    policy.remove(some[0])
-    policy.add(some[0])
+    policy.add(some[1::-1])
+    policy.add(some[:1:-1])
+    policy.remove(some[:1])
+    policy.add(some[:1])
     assert victims(policy, 4) == [1, 2, 3, 0]
     assert policy.victim() is None
 
@@ -90,9 +96,9 @@ def test_the_least_recently_used_goes_first() -> None:
 def test_chunks_that_nobody_found_go_before_those_that_somebody_did() -> None:
     policy = S3Fifo()
     for number in range(4):
-        policy.add(chunk(number, hits=1))
+        policy.add([chunk(number, hits=1)])
     for number in range(4, 8):
-        policy.add(chunk(number))
+        policy.add([chunk(number)])
     # Down to their tenth of the bytes; then the found ones, in the order in which they came.
     assert victims(policy, 8) == [4, 5, 6, 7, 0, 1, 2, 3]
 
@@ -100,17 +106,31 @@ def test_chunks_that_nobody_found_go_before_those_that_somebody_did() -> None:
 def test_often_found_ones_get_as_many_rounds_and_no_more_than_three() -> None:
     policy = S3Fifo()
     for number, hits in enumerate((1000, 3, 2, 1)):
-        policy.add(chunk(number, hits=hits))
+        policy.add([chunk(number, hits=hits)])
     assert victims(policy, 4) == [3, 2, 1, 0]
 
 
 def test_one_that_is_stored_again_soon_counts_as_found() -> None:
     policy = S3Fifo()
     for number in range(3):
-        policy.add(chunk(number))
+        policy.add([chunk(number)])
     assert victims(policy, 1) == [0]
-    policy.add(chunk(0))
+    policy.add([chunk(0)])
     assert victims(policy, 3) == [1, 2, 0]
+
+
+@EVERY_POLICY
+def test_chunks_that_are_held_again_are_let_go_of(policy) -> None:
+    """Also those of a batch of which one stays idle for ever."""
+    made = POLICIES[policy]()
+    keeper = [chunk(1000 + n) for n in range(200)]
+    for turn in range(200):
+        others = [chunk(number) for number in range(100)]
+        made.add([keeper[turn], *others])
+        made.remove(others)
+    batches = {id(one.batch): one.batch for one in keeper}
+    assert len(batches) == len(made) == 200
+    assert sum(len(batch.chunks) for batch in batches.values()) <= 200 * eviction.SPARSE
 
 
 @given(st.lists(st.integers(0, 400), max_size=300))
@@ -119,7 +139,7 @@ def test_the_names_that_are_remembered_are_no_more_than_chunks_ever_were(numbers
     idle = set()
     for number in numbers:
         if number not in idle:
-            policy.add(chunk(number))
+            policy.add([chunk(number)])
             idle.add(number)
         if len(idle) > 20:
             idle -= set(victims(policy, 1))

@@ -649,3 +649,32 @@ def test_impossible_times_are_refused(options: dict) -> None:
     values = {name: float(value) for name, value in options.items()}
     with pytest.raises(ConfigError, match=next(iter(values))):
         ChunkStore(UNIT, **values)
+
+
+def test_what_has_gone_keeps_nothing_that_has_gone() -> None:
+    """Chunks lead to those behind them; once evicted they must not."""
+    store = filled(8)
+    present(store, DIGESTS)
+    table = store._table
+    old = [table.resident((SHARD, digest)) for digest in DIGESTS]
+    assert [one.follower for one in old] == [*old[1:], None]
+    assert put(store, [bytes([100 + i]) * 32 for i in range(4)]) == 4
+    assert [one.follower for one in old[4:]] == [None] * 4
+    assert present(store, DIGESTS) == 4
+    new = [table.resident((SHARD, digest)) for digest in DIGESTS[:4]]
+    assert put(store, DIGESTS[4:6]) == 2, "two others go, and these come back in other slots"
+    assert present(store, DIGESTS) == 6
+    assert new == old[:4]
+
+
+def test_prefixes_that_part_are_each_found() -> None:
+    store = ChunkStore(16 * UNIT)
+    stem, left, right = DIGESTS[:3], DIGESTS[3:5], DIGESTS[5:8]
+    put(store, stem + left)
+    put(store, stem + right)
+    for _ in range(3):
+        assert present(store, stem + left) == 5
+        assert present(store, stem + right) == 6
+        assert present(store, stem + left + right) == 8
+        assert present(store, stem + right[::-1]) == 6
+        assert present(store, [*stem, b"\xff" * 32]) == 3

@@ -18,6 +18,7 @@ staged again meanwhile, in another slot.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -26,7 +27,7 @@ from .slots import SlotAllocator
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from .eviction import EvictionPolicy
+    from .eviction import Batch, EvictionPolicy
 
 ChunkKey: TypeAlias = tuple[bytes, bytes]
 """(shard id, digest)."""
@@ -43,6 +44,8 @@ class Chunk:
     listed: bool = True
     resident: bool = False
     hits: int = 0  # how often it was found while idle; the policy takes some away again
+    batch: Batch | None = None  # the policy's: with whom it became idle
+    follower: Chunk | None = None  # what was found behind it last; only a guess
 
 
 class ChunkTable:
@@ -77,6 +80,34 @@ class ChunkTable:
     def resident(self, key: ChunkKey) -> Chunk | None:
         chunk = self._listed.get(key)
         return chunk if chunk is not None and chunk.resident else None
+
+    def prefix(self, shard: bytes, digests: Sequence[bytes]) -> list[Chunk]:
+        """The resident chunks of a shard, from the first digest on until one is not.
+
+        Where a prefix was found before, each chunk leads to the next, and that is all that a lookup
+        touches: in a cache of a million every look at a table is a wait for memory.
+        """
+        found: list[Chunk] = []
+        listed, before = self._listed, None
+        for digest in digests:
+            chunk = None if before is None else before.follower
+            if chunk is None or chunk.key != (shard, digest) or not chunk.listed:
+                chunk = listed.get((shard, digest))
+                if chunk is None:
+                    break
+                if before is not None:
+                    before.follower = chunk
+            if not chunk.resident:
+                break
+            found.append(chunk)
+            before = chunk
+        return found
+
+    def link(self, written: Sequence[Chunk]) -> None:
+        """They are likely to be looked up in this order."""
+        for before, chunk in itertools.pairwise(written):
+            if before.listed:
+                before.follower = chunk
 
     def stage(self, key: ChunkKey, nbytes: int) -> Chunk | None:
         """A slot of ``nbytes`` for a chunk that is not listed; None when eviction makes no room."""
@@ -113,30 +144,35 @@ class ChunkTable:
 
     def hold(self, chunks: Iterable[Chunk]) -> None:
         """One more holder for each."""
+        idle = []
         for chunk in chunks:
-            if chunk.holders == 0:
-                self._idle.remove(chunk)
-                self._idle_bytes -= chunk.slot_bytes
+            if not chunk.holders:
+                idle.append(chunk)
                 chunk.hits += 1
+                self._idle_bytes -= chunk.slot_bytes
             chunk.holders += 1
+        self._idle.remove(idle)
 
     def release(self, chunks: Sequence[Chunk]) -> None:
-        """One holder of each leaves; backwards, so that a prefix is evicted from its end."""
-        for chunk in reversed(chunks):
+        """One holder of each leaves; a prefix is evicted from its end."""
+        idle = []
+        for chunk in chunks:
             chunk.holders -= 1
             if chunk.holders:
                 continue
             if chunk.listed:
-                self._idle.add(chunk)
+                idle.append(chunk)
                 self._idle_bytes += chunk.slot_bytes
             else:
                 self.slots.free(chunk.offset)
+        self._idle.add(idle)
 
     def unlist(self, held: Chunk) -> bool:
         """Let nobody find this chunk again; False when that was so before."""
         if not held.listed:
             return False
         held.listed = False
+        held.follower = None  # else what has gone keeps what has gone
         del self._listed[held.key]
         return True
 

@@ -1,8 +1,8 @@
 """Which idle chunk goes first when room is needed. Pure.
 
-A policy is told when a chunk becomes idle and when it is no longer: held by somebody, or gone. All
-calls cost O(1), amortised for :meth:`victim`. Chunks of a prefix become idle from its end, so that a
-prefix loses its tail first.
+A policy is told when chunks become idle and when they are no longer: held by somebody, or gone. All
+calls cost O(1) a chunk, amortised. Chunks of a prefix become idle from its end, so that a prefix loses
+its tail first.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Protocol
 from lmcache_kernels.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from .chunk_table import Chunk, ChunkKey
 
 
 class EvictionPolicy(Protocol):
-    def add(self, chunk: Chunk) -> None:
-        """The chunk, found ``chunk.hits`` times since it was stored, is idle from now on."""
+    def add(self, chunks: Sequence[Chunk]) -> None:
+        """These, each found ``hits`` times since it was stored, are idle from now on; the last of them
+        shall go first."""
         ...
 
-    def remove(self, chunk: Chunk) -> None:
-        """An idle one is not any more."""
+    def remove(self, chunks: Sequence[Chunk]) -> None:
+        """These idle ones are not any more."""
         ...
 
     def victim(self) -> Chunk | None:
@@ -41,19 +42,20 @@ class LeastRecentlyUsed:
     """First the one that has been idle for longest."""
 
     def __init__(self) -> None:
-        self._idle: OrderedDict[ChunkKey, Chunk] = OrderedDict()
+        self._idle = _Queue()
 
     def __len__(self) -> int:
-        return len(self._idle)
+        return self._idle.count
 
-    def add(self, chunk: Chunk) -> None:
-        self._idle[chunk.key] = chunk
+    def add(self, chunks: Sequence[Chunk]) -> None:
+        self._idle.add(chunks)
 
-    def remove(self, chunk: Chunk) -> None:
-        del self._idle[chunk.key]
+    def remove(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            self._idle.remove(chunk)
 
     def victim(self) -> Chunk | None:
-        return self._idle.popitem(last=False)[1] if self._idle else None
+        return self._idle.pop()
 
 
 class S3Fifo:
@@ -72,52 +74,110 @@ class S3Fifo:
     MOST_ROUNDS = 3
 
     def __init__(self) -> None:
-        self._small: OrderedDict[ChunkKey, Chunk] = OrderedDict()
-        self._main: OrderedDict[ChunkKey, Chunk] = OrderedDict()
+        self._small, self._main = _Queue(), _Queue()
         self._gone: OrderedDict[ChunkKey, None] = OrderedDict()
-        self._small_bytes = self._main_bytes = 0
         self._most = 0  # ever idle at once: so many names are remembered
 
     def __len__(self) -> int:
-        return len(self._small) + len(self._main)
+        return self._small.count + self._main.count
 
-    def add(self, chunk: Chunk) -> None:
-        if chunk.key in self._gone:
-            del self._gone[chunk.key]
-            chunk.hits += 1
-        if chunk.hits:
-            self._main[chunk.key] = chunk
-            self._main_bytes += chunk.slot_bytes
-        else:
-            self._small[chunk.key] = chunk
-            self._small_bytes += chunk.slot_bytes
+    def add(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks if self._gone else ():
+            if chunk.key in self._gone:
+                del self._gone[chunk.key]
+                chunk.hits += 1
+        self._small.add([chunk for chunk in chunks if not chunk.hits])
+        self._main.add([chunk for chunk in chunks if chunk.hits])
         self._most = max(self._most, len(self))
 
-    def remove(self, chunk: Chunk) -> None:
-        if self._small.pop(chunk.key, None) is not None:
-            self._small_bytes -= chunk.slot_bytes
-        else:
-            del self._main[chunk.key]
-            self._main_bytes -= chunk.slot_bytes
+    def remove(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            batch = chunk.batch
+            (self._small if batch is not None and batch in self._small else self._main).remove(
+                chunk
+            )
 
     def victim(self) -> Chunk | None:
-        share = self.SMALL_SHARE * (self._small_bytes + self._main_bytes)
-        if self._small and (self._small_bytes > share or not self._main):
-            key, chunk = self._small.popitem(last=False)
-            self._small_bytes -= chunk.slot_bytes
-            self._gone[key] = None
-            if len(self._gone) > self._most:
-                self._gone.popitem(last=False)
+        share = self.SMALL_SHARE * (self._small.nbytes + self._main.nbytes)
+        if self._small.count and (self._small.nbytes > share or not self._main.count):
+            chunk = self._small.pop()
+            if chunk is not None:
+                self._gone[chunk.key] = None
+                if len(self._gone) > self._most:
+                    self._gone.popitem(last=False)
             return chunk
-        while self._main:
-            key, chunk = self._main.popitem(last=False)
+        while (chunk := self._main.pop()) is not None:
             # The first time it was found brought it here.
             chunk.hits = min(chunk.hits, self.MOST_ROUNDS + 1) - 1
             if not chunk.hits:
-                self._main_bytes -= chunk.slot_bytes
                 return chunk
-            self._main[key] = chunk
+            self._main.add([chunk])
         return None
+
+
+class Batch:
+    """Chunks that became idle together, of which ``live`` still are; the last goes first."""
+
+    __slots__ = ("chunks", "live")
+
+    def __init__(self, chunks: list[Chunk]) -> None:
+        self.chunks = chunks
+        self.live = len(chunks)
+
+
+class _Queue:
+    """Chunks by when they came, together or one by one.
+
+    Those of a prefix come and leave together, so what is linked are batches: with a link for each
+    chunk, a lookup in a cache of a million would spend most of its time waiting for memory.
+    """
+
+    def __init__(self) -> None:
+        self.count = self.nbytes = 0
+        self._batches: OrderedDict[Batch, None] = OrderedDict()
+
+    def __contains__(self, batch: Batch) -> bool:
+        return batch in self._batches
+
+    def add(self, chunks: Sequence[Chunk]) -> None:
+        if not chunks:
+            return
+        batch = Batch(list(chunks))
+        self._batches[batch] = None
+        for chunk in chunks:
+            chunk.batch = batch
+            self.nbytes += chunk.slot_bytes
+        self.count += len(chunks)
+
+    def remove(self, chunk: Chunk) -> None:
+        batch = chunk.batch
+        if batch is None:
+            raise KeyError(chunk.key)
+        self._take(chunk, batch)
+        if batch.live * SPARSE < len(batch.chunks):
+            batch.chunks = [one for one in batch.chunks if one.batch is batch]
+
+    def pop(self) -> Chunk | None:
+        """The last of the oldest batch."""
+        if not self.count:
+            return None
+        batch = next(iter(self._batches))
+        while (chunk := batch.chunks.pop()).batch is not batch:
+            pass
+        self._take(chunk, batch)
+        return chunk
+
+    def _take(self, chunk: Chunk, batch: Batch) -> None:
+        chunk.batch = None
+        batch.live -= 1
+        if not batch.live:
+            del self._batches[batch]
+        self.count -= 1
+        self.nbytes -= chunk.slot_bytes
+
+
+SPARSE = 4
+"""A batch of which less than one in so many chunks is left is made anew, to let go of the others."""
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed, "s3fifo": S3Fifo}

@@ -161,6 +161,7 @@ class ChunkStore:
         write = self._take_write(owner, ticket)
         if write is None:
             return False
+        self._table.link(write.chunks)
         published = self._table.publish(write.chunks)
         self.counters.stored += published
         self.counters.discarded += len(write.chunks) - published
@@ -190,21 +191,17 @@ class ChunkStore:
         if not shards:
             raise LocalProtocolError("lookup: expected at least one shard, got none")
         self.tick(now)
-        found: list[Chunk] = []
-        for digest in digests:
-            column = [
-                chunk
-                for shard in shards
-                if (chunk := self._table.resident((shard, digest))) is not None
-            ]
-            if len(column) < len(shards):
-                break
-            found += column
+        columns: list[list[Chunk]] = []
+        count = len(digests)
+        for shard in shards:
+            columns.append(self._table.prefix(shard, digests[:count]))
+            count = len(columns[-1])
+        # Digest by digest, so that all shards lose the end of a prefix together.
+        found = [chunk for row in zip(*columns, strict=False) for chunk in row]
         self._table.hold(found)
         self.end_session(request)
         if found:
             self._leases.put(request, found, now)
-        count = len(found) // len(shards)
         self.counters.lookups += 1
         self.counters.asked += len(digests)
         self.counters.hit += count
@@ -220,11 +217,7 @@ class ChunkStore:
         """Hold the longest resident prefix of ``digests`` in place until it is closed."""
         self.tick(now)
         read = _Transfer(owner)
-        for digest in digests:
-            chunk = self._table.resident((shard, digest))
-            if chunk is None:
-                break
-            read.chunks.append(chunk)
+        read.chunks += self._table.prefix(shard, digests)
         if not read.chunks:
             return Reading(NO_TICKET, [])
         self._table.hold(read.chunks)
