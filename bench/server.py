@@ -1,0 +1,141 @@
+"""What a lookup costs the server, by how many chunks it names and how many are stored.
+
+Server time: from the frames of the request to the frames of its reply, without the socket. Beside it
+stands what the client pays to name the chunks: hashing their tokens. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lmcache_kernels.adapters.messaging import wire
+from lmcache_kernels.transfer.keys import ChunkChain, root_digest
+from lmcache_kernels.transfer.messages import (
+    CommitStore,
+    Found,
+    Lookup,
+    PrepareStore,
+    Register,
+    StoreSlots,
+)
+from lmcache_kernels.transfer.serving.service import CacheService
+
+from .results import OURS, Row, with_ratios
+from .timing import spread_of
+
+if TYPE_CHECKING:
+    from .options import Options
+
+HASHING = "hashing"
+SHARD = bytes(32)
+CHUNK_BYTES = 512
+CHUNK_TOKENS = 256
+STORED = (1_000, 10_000, 100_000, 1_000_000)
+NAMED = (64, 512)
+LOOKUPS = 20
+"""Of one round, each of other chunks."""
+
+SESSIONS = 20
+"""Requests that hold what they found; the oldest lets go when another comes."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A service with so many chunks, of which any that follow each other are a prefix."""
+
+    service: CacheService
+    digests: list[bytes]
+
+    @classmethod
+    def with_chunks(cls, stored: int) -> Server:
+        """All stored a thousand at a time, as long prompts are."""
+        service = CacheService(
+            arena_name="lmcache_kernels_bench",
+            arena_bytes=2 * (stored + 1) * CHUNK_BYTES,
+            chunk_tokens=CHUNK_TOKENS,
+            incarnation="bench",
+        )
+        service.handle(Register(instance=1, shard=SHARD, chunk_bytes=CHUNK_BYTES), 0.0)
+        digests = [secrets.token_bytes(32) for _ in range(stored)]
+        for first in range(0, stored, 1000):
+            some = b"".join(digests[first : first + 1000])
+            slots = service.handle(PrepareStore(instance=1, digests=some), 0.0)
+            if not isinstance(slots, StoreSlots):
+                raise TypeError(f"expected slots, got {slots!r}")
+            service.handle(CommitStore(instance=1, ticket=slots.ticket), 0.0)
+        return cls(service, digests)
+
+    def lookup(self, named: int, turn: int) -> float:
+        """Seconds of one that finds all that it names."""
+        first = random.randrange(len(self.digests) - named + 1)
+        some = b"".join(self.digests[first : first + named])
+        asked = Lookup(request=f"r{turn % SESSIONS}", shards=[SHARD], digests=some)
+        frames = wire.request_frames(turn, "bench", 0.0, wire.encode_body(asked))
+        began = time.perf_counter()
+        _, request = wire.decode_request(frames)
+        reply = self.service.handle(request, 1.0)
+        wire.reply_frames(turn, wire.encode_body(reply))
+        seconds = time.perf_counter() - began
+        if reply != Found(chunks=named):
+            raise ValueError(f"expected {named} chunks found, got {reply!r}")
+        return seconds
+
+
+def run(options: Options) -> list[Row]:
+    """Measure every number of named chunks in servers of every size, in turn, and print the rows."""
+    servers = {stored: Server.with_chunks(stored) for stored in STORED}
+    rows = [
+        row
+        for named in NAMED
+        for row in measure(servers, named, options.rounds)
+        if options.wants(row.title)
+    ]
+    for row in rows:
+        print(line(row), flush=True)
+    return rows
+
+
+def measure(servers: dict[int, Server], named: int, rounds: int) -> list[Row]:
+    """A row for each server; round by round all of them, and the hashing."""
+    tokens = list(range(named * CHUNK_TOKENS))
+    hashing: list[float] = []
+    ours: dict[int, list[float]] = {stored: [] for stored in servers}
+    for turn in range(-1, rounds):
+        for stored, server in servers.items():
+            times = [server.lookup(named, (turn + 1) * LOOKUPS + n) for n in range(LOOKUPS)]
+            ours[stored] += times if turn >= 0 else []
+        began = time.perf_counter()
+        ChunkChain(root_digest(model="m", chunk_tokens=CHUNK_TOKENS), CHUNK_TOKENS).extend(tokens)
+        hashing += [time.perf_counter() - began] if turn >= 0 else []
+    return [
+        with_ratios(
+            Row(
+                part="lookup",
+                case=f"{named} chunks",
+                variant=f"{stored} stored",
+                direction="lookup",
+                ids="random",
+                bytes=0,
+                run_bytes=0,
+                max_programs=None,
+                bit_exact=True,
+                traffic=1,
+                ceiling="",
+                seconds={OURS: spread_of(times), HASHING: spread_of(hashing)},
+            )
+        )
+        for stored, times in ours.items()
+    ]
+
+
+def line(row: Row) -> str:
+    """One row for the terminal."""
+    ours, hashing = row.seconds[OURS], row.seconds[HASHING]
+    return (
+        f"{row.title:44} p50 {ours.p50 * 1e6:.0f} us  p99 {(ours.p99 or ours.p80) * 1e6:.0f} us  "
+        f"hashing {hashing.p50 * 1e6:.0f} us"
+    )
