@@ -113,8 +113,9 @@ def test_mp_013_who_stops_waiting_may_come_back(server, client):
 def test_fault_i10_many_tiny_and_odd_messages_are_each_answered(client):
     names = ("\U0001f642" * 128, "\u6f22\u5b57" * 250, "a" * 512, "", "\0")
     odd = [Lookup(request=name, shards=[], digests=b"x") for name in names]
-    futures = [client.request(message, 60) for message in odd * 2000]
-    assert all(future.result(60) == Found(chunks=1) for future in futures)
+    for _ in range(2):
+        futures = [client.request(message, 60) for message in odd * 1000]
+        assert all(future.result(60) == Found(chunks=1) for future in futures)
     large = client.request(lookup(4 << 20), 30)
     assert large.result(30) == Found(chunks=4 << 20)
     assert client.pending == 0

@@ -39,7 +39,8 @@ from lmcache_kernels.errors import KVTransferError
 from lmcache_kernels.transfer.engine_driven import registration
 from lmcache_kernels.transfer.memory.arena import SHM_DIRECTORY, Arena
 from lmcache_kernels.transfer.messages import Ping
-from lmcache_kernels.transfer.serving.service import LEASE_TTL, WORKER_TTL, CacheService
+from lmcache_kernels.transfer.serving.known_workers import Liveness
+from lmcache_kernels.transfer.serving.service import LEASE_TTL, CacheService
 
 DEAD = 7
 """Id of the worker that is killed."""
@@ -133,7 +134,7 @@ def test_a_worker_killed_while_it_registers_or_stores(step, server, opened):
     context, cache, client = worker_at(server.loop.endpoint, opened, seed=2)
     committed = step == "after CommitStore"
     assert load_all(context, cache) == (CHUNKS if committed else 0)
-    server.put_forward(WORKER_TTL + 1, client)
+    server.put_forward(Liveness().grace + 1, client)
     stats = server.service.stats()
     assert (stats["writing"], stats["reads"], stats["workers"]) == (0, 0, 0)
     assert committed == (stats["used_bytes"] > 0)
@@ -159,7 +160,7 @@ def test_a_worker_killed_while_it_loads(step, server, opened):
     assert server.arena.name in segments()
     assert reads == (step not in ("before PrepareRetrieve", "after CommitRetrieve"))
     assert load_all(context, cache) == CHUNKS
-    server.put_forward(WORKER_TTL + 1, client)
+    server.put_forward(Liveness().grace + 1, client)
     stats = server.service.stats()
     assert (stats["reads"], stats["workers"], stats["idle"]) == (0, 0, CHUNKS)
 
