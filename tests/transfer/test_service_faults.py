@@ -265,3 +265,26 @@ def test_mp_d37_a_session_ends_by_idleness_and_not_by_age() -> None:
         assert cache["leases"] == 1
     cache.pass_time(1)
     assert cache["leases"] == 0
+
+
+@given(st.integers(0, 2**63 - 1))
+def test_mp_093_a_worker_that_nobody_knows_gets_an_error_and_takes_nothing(instance) -> None:
+    cache = Cache(4)
+    cache.register(instance)
+    digests = some(2)
+    cache.store(instance, digests)
+    assert cache.lookup(digests) == 2
+    cache.ask(Unregister(instance=instance))
+    before = cache.service.stats()
+    packed = b"".join(digests)
+    for request in (
+        PrepareStore(instance=instance, digests=packed),
+        PrepareRetrieve(instance=instance, digests=packed),
+        CommitRetrieve(instance=instance, ticket=1),
+    ):
+        reply = cache.ask(request)
+        assert isinstance(reply, ErrorReply)
+        assert reply.code == "unknown_instance"
+    after = cache.service.stats()
+    assert after == before | {"refused": before["refused"] + 3}
+    assert (after["leases"], after["idle"]) == (1, 0), "the request keeps what it looked up"
