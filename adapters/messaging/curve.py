@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
@@ -61,6 +62,7 @@ class ServerKeys:
         gatekeeper.start()
         gatekeeper.configure_curve_callback(_DOMAIN, self)
         router.zap_domain = _DOMAIN.encode()
+        router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # else nobody is asked once the authenticator is gone
         router.curve_server = True
         router.curve_publickey, router.curve_secretkey = self.public, self.secret
         return gatekeeper

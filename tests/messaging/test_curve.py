@@ -78,6 +78,15 @@ def test_whoever_has_no_right_key_gets_nothing_through_and_harms_nobody(
         assert len(server.service.asked_of(Lookup)) == 1
 
 
+def test_nobody_gets_in_where_nobody_checks_keys_any_more(files, start_server):
+    server = start_server(keys=files.server)
+    server.loop._gatekeeper.stop()
+    for keys in (files.stranger, files.engine):
+        with CacheClient(server.url, keys=keys) as client, pytest.raises(PeerGone):
+            client.wait_ready(REFUSED_AFTER)
+    assert server.service.asked == []
+
+
 def test_a_client_with_keys_does_not_talk_to_a_server_without(files, start_server, connect):
     server = start_server()
     with CacheClient(server.url, keys=files.engine) as client:
