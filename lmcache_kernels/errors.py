@@ -54,6 +54,10 @@ class TransferTimeout(TransportError, TimeoutError):
     """No answer before the deadline."""
 
 
+class TierUnavailable(TransportError):
+    """A tier below the arena cannot be used at the moment, or at all."""
+
+
 class Closed(TransportError):
     """The object was closed; it accepts no further work."""
 

@@ -11,8 +11,8 @@ LAYERS = ("transfer", "adapters")
 """Folders above the bottom layer, lowest first."""
 
 ADAPTERS_MAY_USE = {
-    "cli": {"messaging", "server"},
-    "server": {"messaging"},
+    "cli": {"messaging", "server", "admin"},
+    "server": {"messaging", "tiers", "admin"},
     "vllm": {"messaging"},
 }
 """Which adapters an adapter may import; every other pair stays apart."""
@@ -26,6 +26,7 @@ PURE = [
         "transfer.serving.store",
         "transfer.memory.slot_header",
         "transfer.serving.chunk_table",
+        "transfer.serving.tier",
     ),
     *("transfer.serving.eviction", "transfer.moving.pieces"),
     *("transfer.serving.expiring", "transfer.serving.request_checks", "transfer.moving.slice_plan"),

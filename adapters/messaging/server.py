@@ -11,12 +11,14 @@ import logging
 import math
 import socket
 import time
+from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import zmq
 
-from lmcache_kernels.errors import LocalProtocolError
+from lmcache_kernels.errors import Closed, LocalProtocolError
 from lmcache_kernels.transfer.messages import ErrorReply, Hello, Reply
 from lmcache_kernels.transfer.serving.later import Later
 
@@ -38,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 TICK_INTERVAL = 1.0
 """Seconds between calls of the service's ``tick``."""
+
+T = TypeVar("T")
 
 _ONE_TURN = 1000  # requests served before the clock is looked at again
 
@@ -109,7 +113,9 @@ class CacheServerLoop:
         self._router = bounded_socket(self._context, zmq.ROUTER)
         self._router.set(zmq.ROUTER_MANDATORY, 1)
         self._stopping = False
+        self._closed = False
         self._waiting: dict[Later, tuple[bytes, int]] = {}  # client and uid
+        self._calls: deque[tuple[Callable[[], object], Future[object]]] = deque()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
@@ -132,6 +138,7 @@ class CacheServerLoop:
             poller.poll(math.ceil(max(0.0, tick_at - self._clock()) * 1000))
             with contextlib.suppress(BlockingIOError):
                 self._wake_receiver.recv(4096)
+            self._make_calls()
             for _ in range(_ONE_TURN):
                 message = receive(self._router)
                 if message is None or self._stopping:
@@ -155,8 +162,22 @@ class CacheServerLoop:
         with contextlib.suppress(BlockingIOError, OSError):
             self._wake_sender.send(b"\0")
 
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Have :meth:`run` call ``function`` between requests: nothing else uses the service meanwhile.
+
+        From any thread. The future gets what it returns or raises, or Closed once :meth:`close` was called.
+        """
+        future: Future[T] = Future()
+        self._calls.append((function, future))  # type: ignore[arg-type]
+        self.wake()
+        if self._closed:
+            self._drop_calls()
+        return future
+
     def close(self) -> None:
         """Stop listening and drop what was not sent; after :meth:`run`, idempotent."""
+        self._closed = True
+        self._drop_calls()
         self._router.close(0)
         if self._gatekeeper is not None:
             self._gatekeeper.stop()
@@ -207,6 +228,25 @@ class CacheServerLoop:
             return service.handle(request, now, deadline)
         except Exception as error:
             return self._failed(f"{type(request).__name__} could not be served", error)
+
+    def _make_calls(self) -> None:
+        for _ in range(len(self._calls)):
+            function, future = self._calls.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+    def _drop_calls(self) -> None:
+        while True:
+            try:
+                _, future = self._calls.popleft()
+            except IndexError:
+                return
+            if future.set_running_or_notify_cancel():
+                future.set_exception(Closed("the server has stopped"))
 
     def _give_replies(self, service: Service) -> None:
         try:
