@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import itertools
 import logging
-import queue
-import time
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from lmcache_kernels.errors import KVTransferError
-from lmcache_kernels.transfer.messages import Done, ErrorReply, Registered
+from lmcache_kernels.transfer.messages import ErrorReply, Registered
 
 from .known_workers import KnownWorker
-from .later import Later
 from .request_checks import RefusedError, check_cache, check_instance, check_shard
 from .served_arena import ServedArena
 from .served_cache import ServedCache, stopped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from lmcache_kernels.transfer.memory.arena import Arena
     from lmcache_kernels.transfer.messages import RegisterCache, Reply
 
     from .cache_copies import CacheCopies
+    from .inbox import Inbox
     from .known_workers import KnownWorkers
+    from .later import Later
     from .store import ChunkStore
-
-    Action: TypeAlias = Callable[[float], None]
-    """To be called in the service's thread, with the time."""
-
-    Over: TypeAlias = Callable[[Any, float], None]
-    """To be called there with a task that is over, and the time."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +41,7 @@ class ServedCaches:
         store, workers: the service's.
         arena: where the store's slots are.
         chunk_tokens: tokens of one chunk.
-        wake: called from any thread when :meth:`finished` has something to do.
+        inbox: the service's.
     """
 
     def __init__(
@@ -59,19 +50,17 @@ class ServedCaches:
         workers: KnownWorkers,
         arena: Arena,
         chunk_tokens: int,
-        wake: Callable[[], None],
+        inbox: Inbox,
     ) -> None:
         self._store = store
         self._workers = workers
         self._arena = ServedArena(arena)
         self._chunk_tokens = chunk_tokens
-        self._wake = wake
+        self._inbox = inbox
         self._caches: set[ServedCache] = set()
         self._opening: dict[int, ServedCache] = {}  # the last one of each instance
         # Negative, so unlike any instance: what an old registration still does is not the new one's.
         self._owners = itertools.count(-1, -1)
-        self._posted: queue.SimpleQueue[Action] = queue.SimpleQueue()
-        self._replies: list[tuple[Later, Reply]] = []
 
     def __len__(self) -> int:
         """Caches that are open, or are being opened or closed."""
@@ -80,47 +69,6 @@ class ServedCaches:
     def of(self, instance: int) -> list[ServedCache]:
         """Those of a worker: one that it may use, and others that are being closed."""
         return [cache for cache in self._caches if cache.instance == instance]
-
-    # --- replies ----------------------------------------------------------------------------------
-
-    def finished(self, now: float) -> list[tuple[Later, Reply]]:
-        """Do what the caches' threads have left to do here; the replies that are due."""
-        with suppress(queue.Empty):
-            while True:
-                self._posted.get_nowait()(now)
-        replies, self._replies = self._replies, []
-        return replies
-
-    def answered(self, produce: Callable[[Any, float], Reply]) -> tuple[Later, Over]:
-        """A reply that comes later, and what to call when ``produce`` can make it."""
-        later = Later()
-
-        def over(task: Any, now: float) -> None:
-            try:
-                reply = produce(task, now)
-            except Exception as error:
-                logger.exception("the end of a transfer could not be served")
-                reply = ErrorReply(code="internal", message=type(error).__name__)
-            self._replies.append((later, reply))
-
-        return later, over
-
-    def when_all(self, events: Sequence[Callable[[Action], None]]) -> Later | None:
-        """Done, when each of the events has called the action it was given; None: there is none."""
-        if not events:
-            return None
-        later, over = self.answered(lambda _, now: Done())
-        left = len(events)
-
-        def one_over(now: float) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                over(None, now)
-
-        for event in events:
-            event(one_over)
-        return later
 
     # --- registration -----------------------------------------------------------------------------
 
@@ -136,10 +84,12 @@ class ServedCaches:
         if len(self._caches) >= MAX_CACHES:
             raise RefusedError("busy", f"{MAX_CACHES} caches are registered already")
         self.forget(request.instance)
-        cache = ServedCache(request.instance, next(self._owners), self._post)
+        cache = ServedCache(request.instance, next(self._owners), self._inbox.post)
         self._caches.add(cache)
         self._opening[request.instance] = cache
-        later, over = self.answered(lambda task, now: self._opened(request, cache, task, now))
+        later, over = self._inbox.answered(
+            lambda task, now: self._opened(request, cache, task, now)
+        )
         cache.open(lambda: self._open(request), over)
         cache.when_closed(lambda now: self._closed(cache))
         return later
@@ -152,18 +102,15 @@ class ServedCaches:
 
     def gone(self, instance: int) -> Later | None:
         """Done, when the worker's retired caches are closed; None: they are."""
-        return self.when_all([cache.when_closed for cache in self.of(instance) if cache.retired])
+        return self._inbox.when_all(
+            [cache.when_closed for cache in self.of(instance) if cache.retired]
+        )
 
     def close(self, timeout: float) -> None:
         """Stop everything and let go of all caches; copies that take longer than that go on."""
-        end = time.monotonic() + timeout
         for cache in list(self._caches):
             cache.retire()
-        with suppress(queue.Empty):
-            while self._caches:
-                left = max(0.0, end - time.monotonic())
-                self._posted.get(timeout=left)(time.monotonic())
-        if self._caches:
+        if not self._inbox.work_until(lambda: not self._caches, timeout):
             logger.warning("%d caches are still in use after %g s", len(self._caches), timeout)
         self._arena.close()
 
@@ -198,10 +145,6 @@ class ServedCaches:
     def _closed(self, cache: ServedCache) -> None:
         self._caches.discard(cache)
         self._store.drop_owner(cache.owner)
-
-    def _post(self, action: Action) -> None:
-        self._posted.put(action)
-        self._wake()
 
 
 def result_of(task: Future[Any], code: str) -> Any:

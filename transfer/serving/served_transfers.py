@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lmcache_kernels.transfer.messages import Reply, Request
 
     from .cache_copies import CacheCopies
+    from .inbox import Inbox
     from .known_workers import KnownWorker, KnownWorkers
     from .later import Later
     from .served_cache import ServedCache
@@ -40,11 +41,14 @@ class ServedTransfers:
     """Serves them. Copies run in the caches' threads; everything here is for the service's thread.
 
     Args:
-        store, workers: the service's.
+        store, workers, inbox: the service's.
         caches: registered with it.
     """
 
-    def __init__(self, store: ChunkStore, workers: KnownWorkers, caches: ServedCaches) -> None:
+    def __init__(
+        self, store: ChunkStore, workers: KnownWorkers, caches: ServedCaches, inbox: Inbox
+    ) -> None:
+        self._inbox = inbox
         self._store = store
         self._workers = workers
         self._caches = caches
@@ -89,7 +93,7 @@ class ServedTransfers:
                 return ErrorReply(code=refused.code, message=str(refused))
             return Copied(ticket=ticket, chunks=len(slots.indices))
 
-        later, over = self._caches.answered(copied)
+        later, over = self._inbox.answered(copied)
         cache.run(
             "store",
             request.transfer,
@@ -119,7 +123,7 @@ class ServedTransfers:
                 self._store.close_read(cache.owner, reading.ticket, damaged, now)
             return Loaded(chunks=chunks)
 
-        later, over = self._caches.answered(loaded)
+        later, over = self._inbox.answered(loaded)
         cache.run(
             "load",
             request.transfer,
@@ -138,7 +142,7 @@ class ServedTransfers:
         caches = self._caches.of(request.instance)
         for cache in caches:
             cache.check_not_busy()
-        later = self._caches.when_all(
+        later = self._inbox.when_all(
             [
                 cache.when_closed if cache.retired else partial(cache.settle, request.transfers)
                 for cache in caches

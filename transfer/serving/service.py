@@ -31,6 +31,7 @@ from lmcache_kernels.transfer.messages import (
     Welcome,
 )
 
+from .inbox import Inbox
 from .known_workers import KnownWorker, KnownWorkers, Liveness
 from .request_checks import (
     RefusedError,
@@ -107,11 +108,14 @@ class CacheService:
             eviction=eviction,
         )
         self._workers = KnownWorkers(self._store, arena_bytes, liveness or Liveness())
+        self._inbox = Inbox(wake)
         self._caches: ServedCaches | None = None
         self._served: ServedTransfers | None = None
         if arena is not None:
-            self._caches = ServedCaches(self._store, self._workers, arena, chunk_tokens, wake)
-            self._served = ServedTransfers(self._store, self._workers, self._caches)
+            self._caches = ServedCaches(
+                self._store, self._workers, arena, chunk_tokens, self._inbox
+            )
+            self._served = ServedTransfers(self._store, self._workers, self._caches, self._inbox)
         self._refused = 0
         self._failed = 0
         transfers = WorkerTransfers(self._store, self._workers)
@@ -166,7 +170,7 @@ class CacheService:
 
     def finished(self, now: float) -> list[tuple[Later, Reply]]:
         """Replies that are due now, each to what :meth:`handle` had returned; never raises."""
-        return [] if self._caches is None else self._caches.finished(now)
+        return self._inbox.finished(now)
 
     def close(self, timeout: float = 5.0) -> None:
         """Stop copying and let go of the workers' caches, before the arena goes.
