@@ -28,7 +28,7 @@ PURE = [
         "transfer.serving.chunk_table",
         "transfer.serving.tier",
     ),
-    *("transfer.serving.eviction", "transfer.moving.pieces"),
+    *("transfer.serving.eviction", "transfer.moving.pieces", "transfer.tiering.breaker"),
     *("transfer.serving.expiring", "transfer.serving.request_checks", "transfer.moving.slice_plan"),
     "transfer.transfer_mode",
     *("transfer.sharing.descriptors", "transfer.cache_forms", "transfer.serving.later"),

@@ -155,8 +155,9 @@ class EmbeddedCache:
                     return
                 now = time.monotonic()
                 over = self._take_over(now)
-                first = min((at for _, at in self._waiting.values()), default=None)
-                due = None if first is None else max(0.0, first - now)
+                first = min((at for _, at in self._waiting.values()), default=math.inf)
+                first = min(first, self._service.next_due())
+                due = max(0.0, first - now) if first < math.inf else None
             for future, outcome in over:
                 _finish(future, outcome)
 

@@ -58,6 +58,10 @@ class Service(Protocol):
         """Replies that are due; called after every turn, so after every :meth:`~CacheServerLoop.wake`."""
         ...
 
+    def next_due(self) -> float:
+        """When :meth:`finished` has something to do even if nobody wakes the loop."""
+        ...
+
     def tick(self, now: float) -> None:
         """Called about once a second."""
         ...
@@ -135,7 +139,8 @@ class CacheServerLoop:
         poller.register(self._wake_receiver, zmq.POLLIN)
         tick_at = self._clock() + TICK_INTERVAL
         while not self._stopping:
-            poller.poll(math.ceil(max(0.0, tick_at - self._clock()) * 1000))
+            wait = min(tick_at, service.next_due()) - self._clock()
+            poller.poll(math.ceil(max(0.0, wait) * 1000))
             with contextlib.suppress(BlockingIOError):
                 self._wake_receiver.recv(4096)
             self._make_calls()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -72,6 +73,9 @@ class Recorder:
     def finished(self, now):
         due, self.due = self.due, []
         return due
+
+    def next_due(self):
+        return math.inf
 
     def tick(self, now):
         self.ticks += 1

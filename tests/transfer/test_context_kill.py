@@ -77,6 +77,9 @@ class Server:
     def finished(self, now):
         return self.service.finished(now + self._ahead)
 
+    def next_due(self):
+        return self.service.next_due()
+
     def put_forward(self, seconds, client):
         """Let so much time have passed."""
         self._ahead += seconds

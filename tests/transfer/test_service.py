@@ -466,7 +466,8 @@ COPYING = {
 
 
 def test_every_request_of_the_contract_is_served() -> None:
-    assert set(Cache().service._methods) | set(COPYING) == set(REPLY_OF)
+    service = Cache().service
+    assert {*service._methods, *service._timed, *COPYING} == set(REPLY_OF)
 
 
 @pytest.mark.parametrize("request_", COPYING.values(), ids=lambda r: type(r).__name__)

@@ -66,6 +66,18 @@ def pack_header(
     return fields.ljust(HEADER_BYTES, b"\0")
 
 
+def payload_bytes_of(view: memoryview | bytes) -> int:
+    """What a slot says about the size of its payload, which the reader has to check.
+
+    Raises:
+        RemoteProtocolError: it is too short to say anything.
+    """
+    if len(view) < HEADER_BYTES:
+        raise RemoteProtocolError(f"slot header: expected {HEADER_BYTES} bytes, got {len(view)}")
+    payload_bytes: int = _FIELDS.unpack_from(view)[3]
+    return payload_bytes
+
+
 def read_header(
     view: memoryview | bytes, shard: bytes, digest: bytes, payload_bytes: int
 ) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -102,6 +101,7 @@ class KnownWorkers:
         self._store = store
         self._arena_bytes = arena_bytes
         self._new: Expiring[int, KnownWorker] = Expiring(liveness.grace, "grace")
+        self._of_shard: dict[bytes, dict[int, int]] = {}  # instances and the sizes of their chunks
         self._proven: Expiring[int, KnownWorker] = Expiring(liveness.reap_after, "reap_after")
 
     def __len__(self) -> int:
@@ -122,25 +122,26 @@ class KnownWorkers:
                 f"one chunk takes {worker.slot_bytes} bytes, the arena has "
                 f"{self._arena_bytes}: make the arena larger",
             )
-        for number, other in itertools.chain(self._new.items(), self._proven.items()):
-            if (
-                number != instance
-                and other.shard == worker.shard
-                and other.chunk_bytes != worker.chunk_bytes
-            ):
-                raise RefusedError(
-                    "bad_request",
-                    f"chunk_bytes: expected {other.chunk_bytes}, as worker {number} of the same "
-                    f"shard has, got {worker.chunk_bytes}",
-                )
+        others = self._of_shard.get(worker.shard, {}).keys() - {instance}
+        if others and (expected := self.chunk_bytes(worker.shard)) != worker.chunk_bytes:
+            raise RefusedError(
+                "bad_request",
+                f"chunk_bytes: expected {expected}, as worker {min(others)} of the same shard has, "
+                f"got {worker.chunk_bytes}",
+            )
         self.remove(instance)
+        self._of_shard.setdefault(worker.shard, {})[instance] = worker.chunk_bytes
         self._new.put(instance, worker, now)
+
+    def chunk_bytes(self, shard: bytes) -> int | None:
+        """Of the chunks of a shard; None if no worker is registered for it."""
+        return next(iter(self._of_shard.get(shard, {}).values()), None)
 
     def remove(self, instance: int) -> KnownWorker | None:
         """Forget the worker and discard what it was doing; who it was."""
         worker = self._new.pop(instance) or self._proven.pop(instance)
         if worker is not None:
-            self._drop(worker)
+            self._drop(instance, worker)
         return worker
 
     def expire(self, now: float) -> list[tuple[int, float]]:
@@ -148,7 +149,7 @@ class KnownWorkers:
         dropped = []
         for table in (self._new, self._proven):
             for instance, worker in table.expire(now):
-                self._drop(worker)
+                self._drop(instance, worker)
                 dropped.append((instance, table.ttl))
         return dropped
 
@@ -182,7 +183,11 @@ class KnownWorkers:
             )
         return worker
 
-    def _drop(self, worker: KnownWorker) -> None:
+    def _drop(self, instance: int, worker: KnownWorker) -> None:
+        others = self._of_shard[worker.shard]
+        del others[instance]
+        if not others:
+            del self._of_shard[worker.shard]
         if worker.cache is None:
             self._store.drop_owner(worker.owner)
         else:

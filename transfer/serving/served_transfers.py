@@ -43,6 +43,10 @@ class ServedTransfers:
     Args:
         store, workers, inbox: the service's.
         caches: registered with it.
+
+    Attributes:
+        methods: what serves each request, given the time and a deadline by which it must be done, or
+            not at all; raises RefusedError if it cannot be served.
     """
 
     def __init__(
@@ -52,23 +56,12 @@ class ServedTransfers:
         self._store = store
         self._workers = workers
         self._caches = caches
-        self._methods: dict[type[Request], Callable[[Any, float, float], Later | Reply]] = {
+        self.methods: dict[type[Request], Callable[[Any, float, float], Later | Reply]] = {
             RegisterCache: caches.register,
             StoreBlocks: self._store_blocks,
             LoadBlocks: self._load_blocks,
             Settle: self._settle,
         }
-
-    def serves(self, request: Request) -> bool:
-        return type(request) in self._methods
-
-    def handle(self, request: Request, now: float, deadline: float) -> Later | Reply:
-        """Serve a request, which must be done by ``deadline`` or not at all.
-
-        Raises:
-            RefusedError: it cannot be served.
-        """
-        return self._methods[type(request)](request, now, deadline)
 
     def _store_blocks(self, request: StoreBlocks, now: float, deadline: float) -> Later | Reply:
         worker, cache, copies = self._served(request.instance, now)

@@ -6,6 +6,7 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
+from lmcache_kernels.errors import ConfigError
 from lmcache_kernels.transfer.messages import (
     PROTOCOL_VERSION,
     AbortStore,
@@ -30,6 +31,7 @@ from lmcache_kernels.transfer.messages import (
     Unregister,
     Welcome,
 )
+from lmcache_kernels.transfer.tiering.tiers import Tiers
 
 from .inbox import Inbox
 from .known_workers import KnownWorker, KnownWorkers, Liveness
@@ -49,13 +51,14 @@ from .store import LEASE_TTL, READ_TTL, WRITE_TTL, ChunkStore
 from .worker_transfers import WorkerTransfers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from lmcache_kernels.transfer.memory.arena import Arena
     from lmcache_kernels.transfer.messages import Reply, Request
 
     from .eviction import Eviction
     from .later import Later
+    from .tier import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +78,15 @@ class CacheService:
         read_ttl: seconds a worker has to end a retrieve.
         liveness: after how long a silent worker is dropped with all it was doing.
         eviction: which chunks go, and when.
-        arena: the arena, if this process copies for workers that want it to.
+        arena: the arena, if this process copies for workers that want it to, or from and to tiers.
+        tiers: below the arena, in the order in which they are asked; closed with the service.
+        tier_store_policy: what goes down to them, one of :data:`.tiers.STORE_POLICIES`.
         wake: called, from any thread, when :meth:`finished` has something to do.
 
     Raises:
-        ConfigError: a size or time that is not above 0.
+        ConfigError: a size or time that is not above 0, a policy that does not exist, or tiers without
+            an arena.
+        TierUnavailable: a tier that cannot use the arena.
     """
 
     def __init__(
@@ -95,6 +102,8 @@ class CacheService:
         liveness: Liveness | None = None,
         eviction: Eviction | None = None,
         arena: Arena | None = None,
+        tiers: Sequence[Tier] = (),
+        tier_store_policy: str = "all",
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._arena = Registered(arena_name=arena_name, arena_bytes=arena_bytes)
@@ -110,12 +119,16 @@ class CacheService:
         self._workers = KnownWorkers(self._store, arena_bytes, liveness or Liveness())
         self._inbox = Inbox(wake)
         self._caches: ServedCaches | None = None
-        self._served: ServedTransfers | None = None
+        self._tiers: Tiers | None = None
+        self._timed: dict[type[Request], Callable[[Any, float, float], Reply | Later]] = {
+            Lookup: self._lookup
+        }
         if arena is not None:
             self._caches = ServedCaches(
                 self._store, self._workers, arena, chunk_tokens, self._inbox
             )
-            self._served = ServedTransfers(self._store, self._workers, self._caches, self._inbox)
+            served = ServedTransfers(self._store, self._workers, self._caches, self._inbox)
+            self._timed |= served.methods
         self._refused = 0
         self._failed = 0
         transfers = WorkerTransfers(self._store, self._workers)
@@ -124,7 +137,6 @@ class CacheService:
             Ping: self._ping,
             Register: self._register,
             Unregister: self._unregister,
-            Lookup: self._lookup,
             EndSession: self._end_session,
             Clear: self._clear,
             PrepareStore: transfers.prepare_store,
@@ -136,6 +148,19 @@ class CacheService:
         if arena is not None:
             parts = ServedParts(self._store, self._workers, arena)
             self._methods |= {PutPart: parts.put, GetPart: parts.get}
+        if tiers:
+            if arena is None:
+                raise ConfigError("tiers: expected an arena of this process to copy from and to")
+            self._tiers = Tiers(
+                tiers,
+                self._store,
+                self._inbox,
+                arena,
+                self._workers.chunk_bytes,
+                tier_store_policy,
+            )
+            self._store.on_publish = self._tiers.published
+            self._store.on_damage = self._tiers.damaged
 
     def handle(self, request: Request, now: float, deadline: float = math.inf) -> Reply | Later:
         """The reply to ``request``, or that it comes from :meth:`finished`; never raises.
@@ -146,8 +171,9 @@ class CacheService:
             deadline: from which on nobody waits for the reply, on the same clock.
         """
         try:
-            if self._served is not None and self._served.serves(request):
-                return self._served.handle(request, now, deadline)
+            timed = self._timed.get(type(request))
+            if timed is not None:
+                return timed(request, now, deadline)
             method = self._methods.get(type(request))
             if method is None:
                 raise RefusedError(
@@ -170,15 +196,23 @@ class CacheService:
 
     def finished(self, now: float) -> list[tuple[Later, Reply]]:
         """Replies that are due now, each to what :meth:`handle` had returned; never raises."""
+        if self._tiers is not None:
+            self._tiers.expire(now)
         return self._inbox.finished(now)
 
+    def next_due(self) -> float:
+        """When :meth:`finished` will have something to do even if nobody wakes the caller."""
+        return math.inf if self._tiers is None else self._tiers.due()
+
     def close(self, timeout: float = 5.0) -> None:
-        """Stop copying and let go of the workers' caches, before the arena goes.
+        """Stop copying, let go of the workers' caches and close the tiers, before the arena goes.
 
         Replies that were due are not given any more.
         """
         if self._caches is not None:
             self._caches.close(timeout)
+        if self._tiers is not None:
+            self._tiers.close(timeout)
 
     def tick(self, now: float) -> None:
         """Drop silent workers, end what has taken too long, make room; call every second or so."""
@@ -190,6 +224,17 @@ class CacheService:
             )
         self._store.tick(now)
         self._store.make_room()
+        if self._tiers is not None:
+            self._tiers.tick(now)
+
+    @property
+    def tiers_over(self) -> bool:
+        """All that was stored has gone down to the tiers, as far as they take it."""
+        return self._tiers is None or self._tiers.over
+
+    def tier_stats(self) -> dict[str, dict[str, int | float]]:
+        """Per tier its counters and gauges; see :class:`~lmcache_kernels.transfer.tiering.link.TierCounters`."""
+        return {} if self._tiers is None else self._tiers.stats()
 
     def stats(self) -> dict[str, int]:
         """Counters since the start and what there is now; see :class:`~.serving.store.Counters`."""
@@ -198,6 +243,8 @@ class CacheService:
             "caches": 0 if self._caches is None else len(self._caches),
             "refused": self._refused,
             "failed": self._failed,
+            "waiting_lookups": 0 if self._tiers is None else self._tiers.loads,
+            "waiting_stores": 0 if self._tiers is None else self._tiers.waiting,
         }
 
     # --- connection -------------------------------------------------------------------------------
@@ -253,17 +300,24 @@ class CacheService:
 
     # --- scheduler --------------------------------------------------------------------------------
 
-    def _lookup(self, request: Lookup, now: float) -> Reply:
+    def _lookup(self, request: Lookup, now: float, deadline: float) -> Reply | Later:
         check_name(request.request)
         shards = unique_shards(request.shards)
         digests = checked_digests(request.digests)
-        return Found(chunks=self._store.lookup(request.request, shards, digests, now))
+        found = self._store.lookup(request.request, shards, digests, now)
+        if self._tiers is None:
+            return Found(chunks=found)
+        return self._tiers.looked_up(request.request, shards, digests, found, now, deadline)
 
     def _end_session(self, request: EndSession, now: float) -> Reply:
         check_name(request.request)
+        if self._tiers is not None:
+            self._tiers.end_session(request.request)
         self._store.end_session(request.request)
         return Done()
 
     def _clear(self, request: Clear, now: float) -> Reply:
         shards = unique_shards(request.shards) if request.shards else []
+        if self._tiers is not None:
+            self._tiers.clear(shards, now)
         return Cleared(chunks=self._store.clear(shards, now))

@@ -21,7 +21,9 @@ from .eviction import POLICIES, Eviction
 from .expiring import Expiring
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+    from .chunk_table import ChunkKey
 
 WRITE_TTL = 600.0
 """Seconds a writer has between reserve and commit: ten times what a worker waits for its device."""
@@ -89,6 +91,10 @@ class ChunkStore:
             reader must have stopped reading by that time, or check afterwards what it has read.
         eviction: when idle chunks go, and which.
 
+    Attributes:
+        on_publish: told which chunks of which owner can be found from now on.
+        on_damage: told which chunks turned out not to hold what they should.
+
     Raises:
         ConfigError: a capacity or time to live that is not above 0.
     """
@@ -109,6 +115,8 @@ class ChunkStore:
         self._writes: Expiring[int, _Transfer] = Expiring(write_ttl, "write_ttl")
         self._reads: Expiring[int, _Transfer] = Expiring(read_ttl, "read_ttl")
         self._tickets = itertools.count(NO_TICKET + 1)
+        self.on_publish: Callable[[int, list[ChunkKey], float], None] = lambda *_: None
+        self.on_damage: Callable[[list[ChunkKey], float], None] = lambda *_: None
 
     def fits(self, nbytes: int) -> bool:
         """Could a slot of ``nbytes`` exist if the store were empty?"""
@@ -151,8 +159,8 @@ class ChunkStore:
         self._writes.put(ticket, write, now)
         return Reservation(ticket, indices, [chunk.offset for chunk in write.chunks])
 
-    def commit(self, owner: int, ticket: int, now: float) -> bool:
-        """Publish what the ticket's writer wrote.
+    def commit(self, owner: int, ticket: int, now: float, *, without: Collection[int] = ()) -> bool:
+        """Publish what the ticket's writer wrote, but discard the chunks ``without``, indices of the ticket.
 
         False, and nothing becomes visible, when ``owner`` has no such ticket, its time was up, or
         its chunks were cleared meanwhile.
@@ -161,10 +169,14 @@ class ChunkStore:
         write = self._take_write(owner, ticket)
         if write is None:
             return False
-        self._table.link(write.chunks)
-        published = self._table.publish(write.chunks)
+        written = [chunk for index, chunk in enumerate(write.chunks) if index not in without]
+        self._table.discard([write.chunks[index] for index in without])
+        self._table.link(written)
+        published = self._table.publish(written)
         self.counters.stored += published
         self.counters.discarded += len(write.chunks) - published
+        if published:
+            self.on_publish(owner, [chunk.key for chunk in written if chunk.listed], now)
         return published > 0
 
     def abort(self, owner: int, ticket: int, now: float) -> bool:
@@ -188,6 +200,20 @@ class ChunkStore:
         Raises:
             LocalProtocolError: no shards.
         """
+        count = self.extend(request, shards, digests, now)
+        self.counters.lookups += 1
+        self.counters.asked += len(digests)
+        self.counters.hit += count
+        return count
+
+    def extend(
+        self, request: str, shards: Sequence[bytes], digests: Sequence[bytes], now: float
+    ) -> int:
+        """The same once more, for a lookup that was counted before.
+
+        Raises:
+            LocalProtocolError: no shards.
+        """
         if not shards:
             raise LocalProtocolError("lookup: expected at least one shard, got none")
         self.tick(now)
@@ -202,10 +228,12 @@ class ChunkStore:
         self.end_session(request)
         if found:
             self._leases.put(request, found, now)
-        self.counters.lookups += 1
-        self.counters.asked += len(digests)
-        self.counters.hit += count
         return count
+
+    def slot_bytes(self, key: ChunkKey) -> int | None:
+        """Of the chunk's slot; None if it is not resident."""
+        chunk = self._table.resident(key)
+        return None if chunk is None else chunk.slot_bytes
 
     def end_session(self, request: str) -> None:
         """End the lease of ``request`` if it has one; leases of others are not touched."""
@@ -247,7 +275,36 @@ class ChunkStore:
         self._reads.pop(ticket)
         self.counters.damaged += sum(self._table.unlist(read.chunks[index]) for index in bad)
         self._table.release(read.chunks)
+        if bad:
+            self.on_damage([read.chunks[index].key for index in sorted(bad)], now)
         return True
+
+    def hold(self, owner: int, keys: Sequence[ChunkKey], now: float) -> Reading:
+        """Hold chunks where they are until :meth:`let_go`.
+
+        Raises:
+            LocalProtocolError: one that is not resident.
+        """
+        self.tick(now)
+        chunks = [chunk for key in keys if (chunk := self._table.resident(key)) is not None]
+        if len(chunks) < len(keys) or not chunks:
+            raise LocalProtocolError(f"hold: expected resident chunks, got {len(chunks)} of them")
+        self._table.hold(chunks)
+        ticket = next(self._tickets)
+        self._reads.put(ticket, _Transfer(owner, chunks), now)
+        return Reading(ticket, [chunk.offset for chunk in chunks])
+
+    def let_go(self, owner: int, ticket: int, now: float) -> list[ChunkKey] | None:
+        """End a hold; which of its chunks nobody shall find any more. None: its time was up before,
+        and the slots may have been others' since."""
+        self.tick(now)
+        read = self._reads.get(ticket)
+        if read is None or read.owner != owner:
+            return None
+        self._reads.pop(ticket)
+        gone = [chunk.key for chunk in read.chunks if not chunk.listed]
+        self._table.release(read.chunks)
+        return gone
 
     # --- slots ------------------------------------------------------------------------------------
 
