@@ -27,13 +27,16 @@ from .serving.later import Later
 from .serving.service import CacheService
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from .messages import Reply, Request
+    from .serving.tier import Tier
 
 logger = logging.getLogger(__name__)
 
+TICK_INTERVAL = 1.0
+"""Seconds at most between calls of the service's ``tick`` where there are tiers."""
 
 _ERRORS: dict[str, Callable[[str], KVTransferError]] = {
     "expired": TransferTimeout,
@@ -46,20 +49,27 @@ class EmbeddedCache:
     """The :class:`~lmcache_kernels.transfer.port.CachePort` of this very process; safe for threads.
 
     Workers never count as silent, because they end with the cache. A thread is started when a worker
-    first lets the cache copy by itself.
+    first lets the cache copy by itself, or if there are tiers.
 
     Args:
         arena_bytes: host memory for chunks.
         chunk_tokens: tokens of one chunk.
         directory: where the arena's file goes; workers attach it in /dev/shm.
+        tiers: below the arena, in the order in which they are asked; closed with the cache.
 
     Raises:
         ConfigError: a size that is no integer above 0, or a directory that cannot be used.
         CapacityError: not so much room in it.
+        TierUnavailable: a tier that cannot use the arena.
     """
 
     def __init__(
-        self, arena_bytes: int, chunk_tokens: int = 256, directory: Path = SHM_DIRECTORY
+        self,
+        arena_bytes: int,
+        chunk_tokens: int = 256,
+        directory: Path = SHM_DIRECTORY,
+        *,
+        tiers: Sequence[Tier] = (),
     ) -> None:
         arena_bytes = integer("arena_bytes", arena_bytes, 1)
         chunk_tokens = integer("chunk_tokens", chunk_tokens, 1)
@@ -67,19 +77,27 @@ class EmbeddedCache:
         self._chunk_tokens = chunk_tokens
         self._arena = Arena.create(arena_bytes, directory)
         self._woken = threading.Event()
-        self._service = CacheService(
-            arena_name=self._arena.name,
-            arena_bytes=self._arena.nbytes,
-            chunk_tokens=chunk_tokens,
-            incarnation=self._incarnation,
-            liveness=Liveness(math.inf, math.inf),
-            arena=self._arena,
-            wake=self._woken.set,
-        )
+        try:
+            self._service = CacheService(
+                arena_name=self._arena.name,
+                arena_bytes=self._arena.nbytes,
+                chunk_tokens=chunk_tokens,
+                incarnation=self._incarnation,
+                liveness=Liveness(math.inf, math.inf),
+                arena=self._arena,
+                tiers=tiers,
+                wake=self._woken.set,
+            )
+        except BaseException:
+            self._arena.close()
+            raise
         self._lock = threading.Lock()
         self._closed = False
         self._waiting: dict[Later, tuple[Future[Reply], float]] = {}  # with their deadlines
         self._thread: threading.Thread | None = None
+        self._tick = TICK_INTERVAL if tiers else math.inf  # seconds
+        if tiers:
+            self._start()
 
     @property
     def incarnation(self) -> str | None:
@@ -139,25 +157,29 @@ class EmbeddedCache:
     def _wait_for(self, later: Later, future: Future[Reply], deadline: float) -> None:
         self._waiting[later] = future, deadline
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name="lmcache-kernels-embedded", daemon=True
-            )
-            self._thread.start()
+            self._start()
         self._woken.set()
 
+    def _start(self) -> None:
+        self._thread = threading.Thread(
+            target=self._run, name="lmcache-kernels-embedded", daemon=True
+        )
+        self._thread.start()
+
     def _run(self) -> None:
-        due: float | None = None
+        wait = self._tick
         while True:
-            self._woken.wait(due)
+            self._woken.wait(wait if wait < math.inf else None)
             self._woken.clear()
             with self._lock:
                 if self._closed:
                     return
                 now = time.monotonic()
                 over = self._take_over(now)
+                if self._tick < math.inf:
+                    self._service.tick(now)
                 first = min((at for _, at in self._waiting.values()), default=math.inf)
-                first = min(first, self._service.next_due())
-                due = max(0.0, first - now) if first < math.inf else None
+                wait = min(self._tick, max(0.0, min(first, self._service.next_due()) - now))
             for future, outcome in over:
                 _finish(future, outcome)
 

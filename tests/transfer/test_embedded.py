@@ -8,11 +8,12 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from tierkit import MemoryTier
 
-from lmcache_kernels.errors import CapacityError, Closed, RemoteError
+from lmcache_kernels.errors import CapacityError, Closed, RemoteError, TierUnavailable
 from lmcache_kernels.transfer.embedded import EmbeddedCache
 from lmcache_kernels.transfer.memory.arena import Arena
-from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES
+from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES, pack_header
 from lmcache_kernels.transfer.messages import (
     Clear,
     Cleared,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from lmcache_kernels.transfer.messages import Reply, Request
     from lmcache_kernels.transfer.port import CachePort
+    from lmcache_kernels.transfer.serving.chunk_table import ChunkKey
 
 SHARD = b"s" * 32
 CHUNK = 512
@@ -170,3 +172,49 @@ def test_a_cache_smaller_than_a_chunk_says_so(tmp_path: Path) -> None:
         assert isinstance(error, CapacityError)
         assert f"one chunk takes {SLOT} bytes, the arena has {SLOT - 1}" in str(error)
         assert "server" not in str(error)
+
+
+# --- tiers below it -------------------------------------------------------------------------------
+
+
+def stored(cache: EmbeddedCache, number: int) -> None:
+    """A chunk, header and all, as a worker stores it."""
+    digest = number.to_bytes(32, "big")
+    ask(cache, Register(instance=1, shard=SHARD, chunk_bytes=CHUNK))
+    slots = ask(cache, PrepareStore(instance=1, digests=digest))
+    assert isinstance(slots, StoreSlots)
+    header = pack_header(SHARD, digest, CHUNK, [1])
+    cache._arena.view(slots.offsets[0], SLOT)[:] = header + b"\x07" * CHUNK
+    ask(cache, CommitStore(instance=1, ticket=slots.ticket))
+
+
+def test_a_cache_with_a_tier_finds_what_another_one_stored(tmp_path: Path) -> None:
+    shared: dict[ChunkKey, bytes] = {}
+    tiers = MemoryTier(chunks=shared), MemoryTier(chunks=shared)
+    with EmbeddedCache(8 * SLOT, 64, tmp_path, tiers=tiers[:1]) as one:
+        stored(one, 5)
+    assert len(shared) == 1  # closing has waited for it
+    with EmbeddedCache(8 * SLOT, 64, tmp_path, tiers=tiers[1:]) as two:
+        ask(two, Register(instance=1, shard=SHARD, chunk_bytes=CHUNK))
+        lookup = Lookup(request="r", shards=[SHARD], digests=(5).to_bytes(32, "big"))
+        assert two.request(lookup, 20.0).result(30.0) == Found(chunks=1)
+
+
+def test_a_tier_that_hangs_does_not_delay_the_answer_beyond_its_deadline(tmp_path: Path) -> None:
+    tier = MemoryTier()
+    with EmbeddedCache(8 * SLOT, 64, tmp_path, tiers=[tier]) as cache:
+        ask(cache, Register(instance=1, shard=SHARD, chunk_bytes=CHUNK))
+        tier.gate.clear()
+        lookup = Lookup(request="r", shards=[SHARD], digests=bytes(32))
+        assert cache.request(lookup, 0.2).result(30.0) == Found(chunks=0)
+        tier.gate.set()
+
+
+def test_a_tier_that_refuses_the_arena_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Refusing(MemoryTier):
+        def attach(self, arena: memoryview) -> None:
+            raise TierUnavailable("no")
+
+    with pytest.raises(TierUnavailable):
+        EmbeddedCache(8 * SLOT, 64, tmp_path, tiers=[Refusing()])
+    assert list(tmp_path.iterdir()) == []

@@ -57,8 +57,8 @@ def test_what_is_stored_goes_down_and_comes_up_again(cache, tier):
     assert cache.lookup(0, 6) == 5
     assert cache.load(0, 5) == 5
     stats = cache.tier()
-    assert (stats["stored"], stats["loaded"], stats["gained"]) == (5, 5, 5)
-    assert stats["stored_bytes"] == stats["loaded_bytes"] == stats["used_bytes"] == 5 * SLOT
+    assert (stats["stores_chunks"], stats["loads_chunks"], stats["gained"]) == (5, 5, 5)
+    assert stats["stores_nbytes"] == stats["loads_nbytes"] == stats["used_bytes"] == 5 * SLOT
     assert (stats["asked"], stats["hit"]) == (6, 5)
 
 
@@ -204,7 +204,7 @@ def test_chunks_that_wait_to_go_down_can_be_evicted(cache, tier):
     tier.gate.set()
     cache.settle()
     stats = cache.tier()
-    assert stats["stored"] + stats["skipped"] == 32
+    assert stats["stores_chunks"] + stats["skipped"] == 32
     assert stats["skipped"] > 0
     assert all(
         data
@@ -239,7 +239,7 @@ def test_chunks_that_a_tier_refuses_are_counted_and_the_others_kept(cache, tier)
     cache.store(0, 3)
     cache.settle()
     assert set(tier.chunks) == {(SHARD, digest(0)), (SHARD, digest(2))}
-    assert (cache.tier()["stored"], cache.tier()["store_failed"]) == (2, 1)
+    assert (cache.tier()["stores_chunks"], cache.tier()["stores_failed"]) == (2, 1)
     assert cache.tier()["away"] == 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from lmcache_kernels.errors import TierUnavailable
@@ -39,33 +39,35 @@ calls by itself long before."""
 
 
 @dataclass(slots=True)
+class Moved:
+    """What was copied one way: ``chunks`` of ``nbytes`` in ``seconds`` of all calls together; ``failed``
+    were meant to be and were not."""
+
+    chunks: int = 0
+    failed: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
 class TierCounters:
     """What happened since the start; chunks, where nothing else is said.
 
     Attributes:
         asked, hit: looked for and there.
         gained: by so many the prefixes that lookups found are longer, thanks to this tier.
-        loaded, load_failed: copied up, or meant to be and not.
-        stored, store_failed: copied down, or meant to be and not.
-        skipped: not copied down because they had left the arena before their turn, or the tier was away.
-        loaded_bytes, stored_bytes: with their headers.
-        load_seconds, store_seconds: of all calls together.
+        skipped: not copied down because they had left the arena before their turn.
         failures: calls that failed as a whole.
+        loads, stores: up and down.
     """
 
     asked: int = 0
     hit: int = 0
     gained: int = 0
-    loaded: int = 0
-    load_failed: int = 0
-    stored: int = 0
-    store_failed: int = 0
     skipped: int = 0
-    loaded_bytes: int = 0
-    stored_bytes: int = 0
-    load_seconds: float = 0.0
-    store_seconds: float = 0.0
     failures: int = 0
+    loads: Moved = field(default_factory=Moved)
+    stores: Moved = field(default_factory=Moved)
 
 
 class TierLink:
@@ -123,20 +125,8 @@ class TierLink:
         then: Callable[[list[bool], float], None],
     ) -> None:
         """Copy them up; which have arrived."""
-
-        def over(arrived: list[bool] | None, seconds: float, now: float) -> None:
-            arrived = arrived or [False] * len(keys)
-            count = sum(arrived)
-            self.counters.loaded += count
-            self.counters.load_failed += len(keys) - count
-            self.counters.loaded_bytes += _sum_bytes(places, arrived)
-            self.counters.load_seconds += seconds
-            then(arrived, now)
-
-        def work() -> list[bool]:
-            return _checked(self._tier.get_into(keys, places), keys)
-
-        self._call(self._readers, work, over, now)
+        move = self._tier.get_into
+        self._move(self._readers, move, self.counters.loads, keys, places, now, then)
 
     def put_from(
         self,
@@ -146,20 +136,8 @@ class TierLink:
         then: Callable[[list[bool], float], None],
     ) -> None:
         """Copy them down; which are here now."""
-
-        def over(kept: list[bool] | None, seconds: float, now: float) -> None:
-            kept = kept or [False] * len(keys)
-            count = sum(kept)
-            self.counters.stored += count
-            self.counters.store_failed += len(keys) - count
-            self.counters.stored_bytes += _sum_bytes(places, kept)
-            self.counters.store_seconds += seconds
-            then(kept, now)
-
-        def work() -> list[bool]:
-            return _checked(self._tier.put_from(keys, places), keys)
-
-        self._call(self._writers, work, over, now)
+        move = self._tier.put_from
+        self._move(self._writers, move, self.counters.stores, keys, places, now, then)
 
     def remove(
         self, keys: Sequence[ChunkKey], now: float, then: Callable[[bool, float], None]
@@ -175,7 +153,13 @@ class TierLink:
 
     def stats(self) -> dict[str, int | float]:
         """The counters, whether it is away, and what the tier says of itself."""
-        return asdict(self.counters) | self._tier.stats() | {"away": int(self.away)}
+        counters = asdict(self.counters)
+        ways = {
+            f"{way}_{name}": count
+            for way in ("loads", "stores")
+            for name, count in counters.pop(way).items()
+        }
+        return counters | ways | self._tier.stats() | {"away": int(self.away)}
 
     def close(self) -> None:
         """End the threads and close the tier when they have ended what is under way."""
@@ -184,6 +168,26 @@ class TierLink:
         self._writers.close()
 
     # --- inside -----------------------------------------------------------------------------------
+
+    def _move(
+        self,
+        threads: Threads,
+        move: Callable[[Sequence[ChunkKey], Sequence[Place]], list[bool]],
+        moved: Moved,
+        keys: Sequence[ChunkKey],
+        places: Sequence[Place],
+        now: float,
+        then: Callable[[list[bool], float], None],
+    ) -> None:
+        def over(done: list[bool] | None, seconds: float, now: float) -> None:
+            done = done or [False] * len(keys)
+            moved.chunks += sum(done)
+            moved.failed += len(keys) - sum(done)
+            moved.nbytes += sum(len(place) for place, ok in zip(places, done, strict=True) if ok)
+            moved.seconds += seconds
+            then(done, now)
+
+        self._call(threads, lambda: _checked(move(keys, places), keys), over, now)
 
     def _order(
         self, work: Callable[[], None], now: float, then: Callable[[bool, float], None]
@@ -245,7 +249,3 @@ def _checked(answers: list[bool], keys: Sequence[ChunkKey]) -> list[bool]:
     if len(answers) != len(keys):
         raise TierUnavailable(f"expected {len(keys)} answers, got {len(answers)}")
     return answers
-
-
-def _sum_bytes(places: Sequence[Place], which: Sequence[bool]) -> int:
-    return sum(len(place) for place, chosen in zip(places, which, strict=True) if chosen)
