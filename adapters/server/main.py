@@ -20,6 +20,8 @@ from lmcache_kernels.transfer.serving.eviction import Eviction
 from lmcache_kernels.transfer.serving.known_workers import Liveness
 from lmcache_kernels.transfer.serving.service import CacheService
 
+from .collector import young_collections_only
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -98,6 +100,7 @@ def _serve(
     with (
         CacheServerLoop(f"tcp://{where}:{port}", incarnation=incarnation, keys=keys) as loop,
         _stopped_by_signals(loop.stop),
+        young_collections_only(),
     ):
         if stop_on_eof:
             threading.Thread(target=_wait_for_eof, args=(loop.stop,), daemon=True).start()
