@@ -26,6 +26,7 @@ PURE = [
         "transfer.serving.store",
         "transfer.memory.slot_header",
         "transfer.serving.chunk_table",
+        "transfer.serving.counters",
         "transfer.serving.tier",
     ),
     *("transfer.serving.eviction", "transfer.moving.pieces", "transfer.tiering.breaker"),

@@ -235,11 +235,13 @@ class LoadSlots(Reply, frozen=True, kw_only=True):
 
 class CommitRetrieve(Request, frozen=True, kw_only=True):
     """Reading is over. ``damaged``: indices whose slot did not hold what it should; they are
-    dropped so that nobody is offered them again."""
+    dropped so that nobody is offered them again. ``failed``: the worker has no use of what it read, for
+    a reason of its own."""
 
     instance: int
     ticket: int
     damaged: list[int] = []
+    failed: bool = False
 
 
 # --- transfers that the server makes --------------------------------------------------------------

@@ -64,3 +64,12 @@ def test_infinite_time_never_ends() -> None:
 def test_impossible_times_are_refused(ttl: float) -> None:
     with pytest.raises(ConfigError, match="some_ttl"):
         Expiring(ttl, "some_ttl")
+
+
+def test_ages_are_from_when_an_entry_was_put_last() -> None:
+    for ttl in (10.0, math.inf):
+        entries: Expiring[str, int] = Expiring(ttl, "ttl")
+        entries.put("a", 1, 0.0)
+        entries.put("b", 2, 1.0)
+        entries.put("a", 3, 4.0)
+        assert list(entries.ages(6.0)) == [(2, 5.0), (3, 2.0)]

@@ -46,6 +46,7 @@ class Chunk:
     hits: int = 0  # how often it was found while idle; the policy takes some away again
     batch: Batch | None = None  # the policy's: with whom it became idle
     follower: Chunk | None = None  # what was found behind it last; only a guess
+    nbytes: int = 0  # that the slot was asked for
 
 
 class ChunkTable:
@@ -60,7 +61,7 @@ class ChunkTable:
     """
 
     def __init__(self, capacity_bytes: int, policy: EvictionPolicy) -> None:
-        self.evicted = 0
+        self.evicted = self.evicted_bytes = 0
         self.slots = SlotAllocator(capacity_bytes)
         # Staged and resident, by the first byte of the digest: a dict that grows is copied, and with
         # all in one that would take a tenth of a second.
@@ -117,7 +118,8 @@ class ChunkTable:
         while (offset := self.slots.allocate(nbytes)) is None:
             if self.slots.free_bytes + self._idle_bytes < slot_bytes or not self.evict():
                 return None
-        chunk = self._listed[key[1][0]][key] = Chunk(key, offset, slot_bytes)
+        chunk = Chunk(key, offset, slot_bytes, nbytes=nbytes)
+        self._listed[key[1][0]][key] = chunk
         return chunk
 
     def evict(self) -> int:
@@ -129,6 +131,7 @@ class ChunkTable:
         self.unlist(idle)
         self.slots.free(idle.offset)
         self.evicted += 1
+        self.evicted_bytes += idle.nbytes
         return idle.slot_bytes
 
     def publish(self, written: Sequence[Chunk]) -> int:
