@@ -27,6 +27,7 @@ PURE = [
         "transfer.memory.slot_header",
         "transfer.serving.chunk_table",
         "transfer.serving.counters",
+        "transfer.serving.request_log",
         "transfer.serving.tier",
     ),
     *("transfer.serving.eviction", "transfer.moving.pieces", "transfer.tiering.breaker"),

@@ -1,6 +1,7 @@
 """What a lookup costs the server, by how many chunks it names and how many are stored.
 
-Server time: from the frames of the request to the frames of its reply, without the socket. Beside it
+Server time: from the frames of the request to the frames of its reply and a note of it, without the
+socket. Beside it
 stands what the client pays to name the chunks: hashing their tokens. Needs no GPU.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bench.results import OURS
@@ -23,6 +24,7 @@ from lmcache_kernels.transfer.messages import (
     Register,
     StoreSlots,
 )
+from lmcache_kernels.transfer.serving.request_log import RequestLog
 from lmcache_kernels.transfer.serving.service import CacheService
 
 from .rows import line, row_of
@@ -51,6 +53,7 @@ class Server:
 
     service: CacheService
     digests: list[bytes]
+    log: RequestLog = field(default_factory=RequestLog)
 
     @classmethod
     def with_chunks(cls, stored: int) -> Server:
@@ -81,6 +84,7 @@ class Server:
         _, request = wire.decode_request(frames)
         reply = self.service.handle(request, 1.0)
         wire.reply_frames(turn, wire.encode_body(reply))
+        self.log.record(request, reply, began, time.perf_counter())
         seconds = time.perf_counter() - began
         if reply != Found(chunks=named):
             raise ValueError(f"expected {named} chunks found, got {reply!r}")
