@@ -126,10 +126,10 @@ def test_lookups_by_what_was_answered(counted: Counted, asked, found, kind) -> N
 def test_what_tiers_do_is_no_store_and_no_load_of_a_worker(counted: Counted) -> None:
     counted.fill(2)
     store = counted.store
-    got = store.reserve(TIERS, SHARD, DIGESTS[2:], ASKED, 0)
+    got = store.reserve(TIERS, SHARD, DIGESTS[2:4], ASKED, 0)
     assert store.commit(TIERS, got.ticket, 0, without=[1])
-    store.reserve(TIERS, SHARD, DIGESTS[3:4], ASKED, 0)
-    store.hold(TIERS - 1, [(SHARD, DIGESTS[0])], 0)
+    store.hold(TIERS - 1, [(SHARD, digest) for digest in DIGESTS[:3]], 0)
+    assert len(store.reserve(TIERS, SHARD, DIGESTS[3:], ASKED, 0).indices) == 1
     store.tick(10)
     assert counted.changed() == {}
     assert store.stats()["resident"] == 3
