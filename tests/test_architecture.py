@@ -20,7 +20,7 @@ ADAPTERS_MAY_USE = {
 PURE = [
     *("errors", "plane", "ids", "chunk_layout", "copy_config", "copy_tables", "copy_plan"),
     *("axes", "pages", "head_slices", "fingerprint"),
-    *("transfer.keys", "transfer.messages", "transfer.arguments"),
+    *("transfer.keys", "transfer.messages", "transfer.arguments", "transfer.addresses"),
     *(
         "transfer.serving.slots",
         "transfer.serving.store",

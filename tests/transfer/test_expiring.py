@@ -72,4 +72,4 @@ def test_ages_are_from_when_an_entry_was_put_last() -> None:
         entries.put("a", 1, 0.0)
         entries.put("b", 2, 1.0)
         entries.put("a", 3, 4.0)
-        assert list(entries.ages(6.0)) == [(2, 5.0), (3, 2.0)]
+        assert list(entries.ages(6.0)) == [("b", 2, 5.0), ("a", 3, 2.0)]

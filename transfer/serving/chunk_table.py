@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from .slots import SlotAllocator
 
@@ -47,6 +47,18 @@ class Chunk:
     batch: Batch | None = None  # the policy's: with whom it became idle
     follower: Chunk | None = None  # what was found behind it last; only a guess
     nbytes: int = 0  # that the slot was asked for
+
+
+class ChunkState(NamedTuple):
+    """What can be told of a chunk: ``nbytes`` of its slot, ``holders`` that use it, ``hits`` since it was
+    stored, as far as the policy remembers; whether it can be found."""
+
+    shard: bytes
+    digest: bytes
+    nbytes: int
+    holders: int
+    hits: int
+    resident: bool
 
 
 class ChunkTable:
@@ -83,6 +95,11 @@ class ChunkTable:
     def resident(self, key: ChunkKey) -> Chunk | None:
         chunk = self._listed[key[1][0]].get(key)
         return chunk if chunk is not None and chunk.resident else None
+
+    def some(self, first: int, most: int) -> list[ChunkState]:
+        """Chunks in the order in which they came, from number ``first`` on, ``most`` of them."""
+        some = itertools.islice(self._listed.values(), first, first + most)
+        return [ChunkState(*c.key, c.slot_bytes, c.holders, c.hits, c.resident) for c in some]
 
     def prefix(self, shard: bytes, digests: Sequence[bytes]) -> list[Chunk]:
         """The resident chunks of a shard, from the first digest on until one is not.

@@ -57,7 +57,9 @@ if TYPE_CHECKING:
     from lmcache_kernels.transfer.memory.arena import Arena
     from lmcache_kernels.transfer.messages import Reply, Request
 
+    from .chunk_table import ChunkState
     from .eviction import Eviction
+    from .known_workers import WorkerState
     from .later import Later
     from .tier import Tier
 
@@ -238,6 +240,24 @@ class CacheService:
     def tier_stats(self) -> dict[str, dict[str, int | float]]:
         """Per tier its counters and gauges; see :class:`~lmcache_kernels.transfer.tiering.link.TierCounters`."""
         return {} if self._tiers is None else self._tiers.stats()
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Of one chunk."""
+        return self._chunk_tokens
+
+    @property
+    def incarnation(self) -> str:
+        """Random id of this server's life."""
+        return self._incarnation
+
+    def workers(self, now: float) -> list[WorkerState]:
+        """Who is registered."""
+        return self._workers.states(now)
+
+    def chunks(self, first: int, most: int) -> list[ChunkState]:
+        """Chunks in the arena in the order in which they came, from number ``first`` on."""
+        return self._store.chunks(first, most)
 
     def stats(self) -> dict[str, int]:
         """Counters since the start and what there is now; see :class:`~.serving.counters.Counters`.

@@ -24,7 +24,7 @@ from .expiring import Expiring
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
-    from .chunk_table import ChunkKey
+    from .chunk_table import ChunkKey, ChunkState
 
 WRITE_TTL = 600.0
 """Seconds a writer has between reserve and commit: ten times what a worker waits for its device."""
@@ -371,6 +371,10 @@ class ChunkStore:
             wanted -= freed
             if not freed or wanted <= 0:
                 return
+
+    def chunks(self, first: int, most: int) -> list[ChunkState]:
+        """What is stored or being written; see :meth:`.ChunkTable.some`."""
+        return self._table.some(first, most)
 
     def stats(self) -> dict[str, int]:
         """The counters, and what there is now."""
