@@ -97,8 +97,10 @@ class ChunkTable:
         return chunk if chunk is not None and chunk.resident else None
 
     def some(self, first: int, most: int) -> list[ChunkState]:
-        """Chunks in the order in which they came, from number ``first`` on, ``most`` of them."""
-        some = itertools.islice(self._listed.values(), first, first + most)
+        """Chunks in an order that stays while nothing comes or goes, from number ``first`` on, ``most``
+        of them."""
+        every = itertools.chain.from_iterable(part.values() for part in self._listed)
+        some = itertools.islice(every, first, first + most)
         return [ChunkState(*c.key, c.slot_bytes, c.holders, c.hits, c.resident) for c in some]
 
     def prefix(self, shard: bytes, digests: Sequence[bytes]) -> list[Chunk]:
