@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from lmcache_kernels.transfer.memory.arena import Arena
     from lmcache_kernels.transfer.serving.chunk_table import ChunkKey
     from lmcache_kernels.transfer.serving.inbox import Inbox
-    from lmcache_kernels.transfer.serving.store import ChunkStore, Reservation
+    from lmcache_kernels.transfer.serving.store import ChunkStore
+    from lmcache_kernels.transfer.serving.tickets import Reservation
 
     from .link import TierLink
 
