@@ -15,12 +15,15 @@ class Lookup(Request, frozen=True, kw_only=True, omit_defaults=True):
 
     ``windows``: for each shard how many chunks, the last ones of the hit, it needs; 0, or no windows at
     all: every chunk. The others are not looked for, and not kept for the request.
+
+    ``tenant``: whose quota is charged with what comes up from below the arena.
     """
 
     request: str
     shards: list[bytes]
     digests: bytes
     windows: list[int] = msgspec.field(default_factory=list)
+    tenant: str = ""
 
 
 class Found(Reply, frozen=True, kw_only=True):

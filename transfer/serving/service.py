@@ -34,6 +34,7 @@ from lmcache_kernels.transfer.messages import (
     Unregister,
     Welcome,
 )
+from lmcache_kernels.transfer.tiering.loading import Asked
 from lmcache_kernels.transfer.tiering.tiers import Tiers
 
 from .inbox import Inbox
@@ -46,6 +47,7 @@ from .request_checks import (
     check_instance,
     check_name,
     check_shard,
+    check_tenant,
     checked_digests,
     unique_needs,
     unique_shards,
@@ -360,12 +362,14 @@ class CacheService:
 
     def _lookup(self, request: Lookup, now: float, deadline: float) -> Reply | Later:
         check_name(request.request)
+        check_tenant(request.tenant)
         shards, windows = unique_needs(request.shards, request.windows)
         digests = checked_digests(request.digests)
         found = self._store.lookup(request.request, shards, digests, now, windows)
         reply: Found | Later = Found(chunks=found)
         if self._tiers is not None:
-            reply = self._tiers.looked_up(request.request, shards, digests, found, now, deadline)
+            asked = Asked(request.request, shards, windows, digests, request.tenant)
+            reply = self._tiers.looked_up(asked, found, now, deadline)
         if isinstance(reply, Found):
             self._store.counters.answered(len(digests), reply.chunks)
         return reply
