@@ -39,7 +39,7 @@ PURE = [
     *("transfer.sharing.descriptors", "transfer.cache_forms", "transfer.serving.later"),
     *("adapters.messaging.wire", "adapters.messaging.session", "adapters.messaging.states"),
     *("adapters.vllm.tracker", "adapters.vllm.config", "adapters.vllm.jobs"),
-    "adapters.vllm.running",
+    *("adapters.vllm.running", "adapters.vllm.tenant"),
 ]
 IMPURE = {"torch", "triton", "zmq", "threading", "time"}
 """What a pure module loads neither itself nor through another module of ours."""
