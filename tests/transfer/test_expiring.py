@@ -64,3 +64,13 @@ def test_infinite_time_never_ends() -> None:
 def test_impossible_times_are_refused(ttl: float) -> None:
     with pytest.raises(ConfigError, match="some_ttl"):
         Expiring(ttl, "some_ttl")
+
+
+def test_another_time_counts_for_what_is_there() -> None:
+    entries: Expiring[str, int] = Expiring(10.0, "ttl")
+    entries.put("a", 1, 0.0)
+    entries.put("b", 2, 5.0)
+    entries.ttl = 3.0
+    assert entries.expire(4.0) == [("a", 1)]
+    entries.ttl = math.inf
+    assert entries.expire(1e300) == []

@@ -21,7 +21,7 @@ class Expiring(Generic[K, V]):
     the order of expiry and every operation is O(1).
 
     Args:
-        ttl: seconds, > 0; may be infinite.
+        ttl: seconds, > 0; may be infinite. Another one counts for what is there, too.
         what: names the setting in the error.
 
     Raises:
@@ -32,7 +32,7 @@ class Expiring(Generic[K, V]):
         if not ttl > 0:
             raise ConfigError(f"{what}: expected > 0 seconds, got {ttl}")
         self.ttl = ttl
-        # key -> (deadline, value). A plain dict would step over its removed entries every time.
+        # key -> (when it was put, value). A plain dict would step over its removed entries every time.
         self._entries: OrderedDict[K, tuple[float, V]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -40,7 +40,7 @@ class Expiring(Generic[K, V]):
 
     def put(self, key: K, value: V, now: float) -> None:
         """Add or replace; either way it now has its whole time to live."""
-        self._entries[key] = (now + self.ttl, value)
+        self._entries[key] = (now, value)
         self._entries.move_to_end(key)
 
     def get(self, key: K) -> V | None:
@@ -58,8 +58,8 @@ class Expiring(Generic[K, V]):
         """Remove and return what has reached its deadline."""
         ended: list[tuple[K, V]] = []
         while self._entries:
-            key, (deadline, value) = next(iter(self._entries.items()))
-            if deadline > now:
+            key, (put_at, value) = next(iter(self._entries.items()))
+            if put_at + self.ttl > now:
                 break
             del self._entries[key]
             ended.append((key, value))

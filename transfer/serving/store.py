@@ -11,7 +11,7 @@ looks at all there are. Not safe for threads by itself.
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lmcache_kernels.errors import LocalProtocolError
@@ -366,6 +366,18 @@ class ChunkStore:
             wanted -= freed
             if not freed or wanted <= 0:
                 return
+
+    def change(self, watermark: float, ratio: float) -> None:
+        """Make room ahead of need like this from now on; see :class:`.eviction.Eviction`."""
+        self._eviction = replace(self._eviction, watermark=watermark, ratio=ratio)
+
+    def under_way(self) -> dict[str, int]:
+        """What somebody has begun and not ended."""
+        return {
+            "stores": len(self._writes),
+            "loads": len(self._reads),
+            "requests that found something": len(self._leases),
+        }
 
     def stats(self) -> dict[str, int]:
         """The counters, and what there is now."""
