@@ -59,6 +59,8 @@ class Row:
         beside: for a loop that is timed while a contender copies: per contender and direction, the
             bytes a second that it copied. Its ``seconds`` are of a step of the loop, and the ceiling
             is the loop alone.
+        failures: what went wrong beside wrong bytes; nothing in a sound run.
+        counts: what was counted.
     """
 
     case: str
@@ -79,6 +81,8 @@ class Row:
     path: str = ""
     part: str = ""
     beside: dict[str, dict[str, float]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[object, ...]:

@@ -20,12 +20,14 @@ ADAPTERS_MAY_USE = {
 PURE = [
     *("errors", "plane", "ids", "chunk_layout", "copy_config", "copy_tables", "copy_plan"),
     *("axes", "pages", "head_slices", "fingerprint"),
-    *("transfer.keys", "transfer.messages", "transfer.arguments"),
+    *("transfer.keys", "transfer.messages", "transfer.arguments", "transfer.addresses"),
     *(
         "transfer.serving.slots",
         "transfer.serving.store",
         "transfer.memory.slot_header",
         "transfer.serving.chunk_table",
+        "transfer.serving.counters",
+        "transfer.serving.request_log",
         "transfer.serving.tier",
     ),
     *("transfer.serving.eviction", "transfer.moving.pieces", "transfer.tiering.breaker"),

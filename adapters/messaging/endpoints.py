@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import re
 import socket
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from lmcache_kernels.errors import ConfigError
+from lmcache_kernels.transfer.addresses import is_loopback
 
 if TYPE_CHECKING:
     from .sockets import Socket
@@ -54,19 +54,13 @@ def bind(router: Socket, url: str, *, keyed: bool = False) -> str:
 
 
 def _loopback(host: str) -> str:
-    if host == "localhost":
-        return "127.0.0.1"
-    try:
-        address = ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        address = None
-    if address is None or not address.is_loopback:
+    if not is_loopback(host):
         raise ConfigError(
             f"host: expected a loopback address such as 127.0.0.1, got {host}: other machines must "
             "not reach the server without CURVE keys; see lmcache-kernels keys, --curve-secret-key "
             "and --curve-clients"
         )
-    return host
+    return "127.0.0.1" if host == "localhost" else host
 
 
 def _port(text: str) -> int:

@@ -14,13 +14,15 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import zmq
 
 from lmcache_kernels.errors import Closed, LocalProtocolError
 from lmcache_kernels.transfer.messages import ErrorReply, Hello, Reply
 from lmcache_kernels.transfer.serving.later import Later
+from lmcache_kernels.transfer.serving.request_log import RequestLog
 
 from . import wire
 from .endpoints import bind
@@ -79,12 +81,22 @@ class ServerCounters:
         failures: exceptions of the service, each answered with ``internal``.
         malformed: messages that were no request.
         undelivered: replies that their client could not or would not take.
+        busy_seconds: in which the thread did not wait for anything to do.
     """
 
     replies: int = 0
     failures: int = 0
     malformed: int = 0
     undelivered: int = 0
+    busy_seconds: float = 0.0
+
+
+class _Asked(NamedTuple):
+    """A request, when it was read, and what to do with its reply."""
+
+    request: Request
+    began: float
+    answer: Callable[[Reply], None]
 
 
 class CacheServerLoop:
@@ -100,6 +112,7 @@ class CacheServerLoop:
     Attributes:
         endpoint: where it listens.
         counters: what happened so far.
+        requests: the same of each operation, with times from reading a request to handing its reply on.
 
     Raises:
         ConfigError: an address that others could reach or that cannot be bound.
@@ -114,6 +127,7 @@ class CacheServerLoop:
         keys: ServerKeys | None = None,
     ) -> None:
         self.counters = ServerCounters()
+        self.requests = RequestLog()
         self._incarnation = incarnation
         self._clock = clock
         self._context: Context = zmq.Context()
@@ -121,7 +135,8 @@ class CacheServerLoop:
         self._router.set(zmq.ROUTER_MANDATORY, 1)
         self._stopping = False
         self._closed = False
-        self._waiting: dict[Later, tuple[bytes, int]] = {}  # client and uid
+        self._waiting: dict[Later, _Asked] = {}
+        self._service: Service  # from when it runs
         self._calls: deque[tuple[Callable[[], object], Future[object]]] = deque()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
@@ -137,6 +152,7 @@ class CacheServerLoop:
 
     def run(self, service: Service) -> None:
         """Serve until :meth:`stop`."""
+        self._service = service
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wake_receiver, zmq.POLLIN)
@@ -144,6 +160,7 @@ class CacheServerLoop:
         while not self._stopping:
             wait = min(tick_at, service.next_due()) - self._clock()
             poller.poll(math.ceil(max(0.0, wait) * 1000))
+            woke_at = self._clock()
             with contextlib.suppress(BlockingIOError):
                 self._wake_receiver.recv(4096)
             self._make_calls()
@@ -152,12 +169,13 @@ class CacheServerLoop:
                 if message is None or self._stopping:
                     break
                 client, *frames = message
-                self._serve(service, client, frames)
+                self._serve(client, frames)
             now = self._clock()
             if now >= tick_at:
                 tick_at = now + TICK_INTERVAL
-                self._tick(service, now)
-            self._give_replies(service)
+                self._tick(now)
+            self._give_replies()
+            self.counters.busy_seconds += self._clock() - woke_at
 
     def stop(self) -> None:
         """Make :meth:`run` return; from any thread or signal handler, also before it is called."""
@@ -191,6 +209,31 @@ class CacheServerLoop:
             self._drop_calls()
         return future
 
+    def ask(self, request: Request, timeout: float) -> Future[Reply]:
+        """What a client would be answered: :meth:`call`, for a request of this process.
+
+        Args:
+            timeout: seconds from when it is read, after which nobody waits for the reply.
+        """
+        future: Future[Reply] = Future()
+
+        def begin() -> None:
+            if future.set_running_or_notify_cancel():
+                now = self._clock()
+                self._answer(_Asked(request, now, future.set_result), now + timeout)
+
+        self.call(begin).add_done_callback(partial(_fail_too, future))
+        return future
+
+    @property
+    def waiting(self) -> int:
+        """Requests whose replies come later; for calls."""
+        return len(self._waiting)
+
+    def now(self) -> float:
+        """Monotonic seconds, as the service is told them."""
+        return self._clock()
+
     def close(self) -> None:
         """Stop listening; after :meth:`run`, idempotent.
 
@@ -213,7 +256,8 @@ class CacheServerLoop:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _serve(self, service: Service, client: bytes, frames: list[bytes]) -> None:
+    def _serve(self, client: bytes, frames: list[bytes]) -> None:
+        now = self._clock()
         try:
             header, request = wire.decode_request(frames)
         except wire.MalformedMessage as error:
@@ -222,32 +266,37 @@ class CacheServerLoop:
             if error.uid is not None:
                 self._reply(client, error.uid, ErrorReply(code=error.code, message=str(error)))
             return
-        now = self._clock()
-        reply: Reply | Later
+        asked = _Asked(request, now, partial(self._reply, client, header.uid))
         if not isinstance(request, Hello) and header.incarnation != self._incarnation:
             reply = ErrorReply(
                 code="stale_incarnation",
                 message=f"meant for server {header.incarnation!r}, this is {self._incarnation!r}",
             )
+            self._give(asked, reply)
         elif header.deadline and now >= header.deadline:
             reply = ErrorReply(
                 code="expired",
                 message=f"read {now - header.deadline:.3f} s after its deadline; nothing was done",
             )
+            self._give(asked, reply)
         else:
-            reply = self._handle(service, request, now, header.deadline or math.inf)
-        if isinstance(reply, Later):
-            self._waiting[reply] = client, header.uid
-        else:
-            self._reply(client, header.uid, reply)
+            self._answer(asked, header.deadline or math.inf)
 
-    def _handle(
-        self, service: Service, request: Request, now: float, deadline: float
-    ) -> Reply | Later:
+    def _answer(self, asked: _Asked, deadline: float) -> None:
+        """Have the service handle it; it is answered now or later."""
+        reply: Reply | Later
         try:
-            return service.handle(request, now, deadline)
+            reply = self._service.handle(asked.request, asked.began, deadline)
         except Exception as error:
-            return self._failed(f"{type(request).__name__} could not be served", error)
+            reply = self._failed(f"{type(asked.request).__name__} could not be served", error)
+        if isinstance(reply, Later):
+            self._waiting[reply] = asked
+        else:
+            self._give(asked, reply)
+
+    def _give(self, asked: _Asked, reply: Reply) -> None:
+        asked.answer(reply)
+        self.requests.record(asked.request, reply, asked.began, self._clock())
 
     def _make_calls(self) -> None:
         for _ in range(len(self._calls)):
@@ -268,14 +317,14 @@ class CacheServerLoop:
             if future.set_running_or_notify_cancel():
                 future.set_exception(Closed("the server has stopped"))
 
-    def _give_replies(self, service: Service) -> None:
+    def _give_replies(self) -> None:
         try:
-            due = service.finished(self._clock())
+            due = self._service.finished(self._clock())
         except Exception as error:
             self._failed("replies could not be fetched", error)
             return
         for later, reply in due:
-            self._reply(*self._waiting.pop(later), reply)
+            self._give(self._waiting.pop(later), reply)
 
     def _reply(self, client: bytes, uid: int, reply: Reply) -> None:
         try:
@@ -299,8 +348,15 @@ class CacheServerLoop:
             code="internal", message=f"{what}: {type(error).__name__}; the server's log has more"
         )
 
-    def _tick(self, service: Service, now: float) -> None:
+    def _tick(self, now: float) -> None:
         try:
-            service.tick(now)
+            self._service.tick(now)
         except Exception as error:
             self._failed("periodic work failed", error)
+
+
+def _fail_too(future: Future[Reply], begun: Future[None]) -> None:
+    """The call that was to ask could not be made."""
+    error = begun.exception()
+    if error is not None and future.set_running_or_notify_cancel():
+        future.set_exception(error)

@@ -16,6 +16,7 @@ from lmcache_kernels.transfer.memory.arena import Arena
 from lmcache_kernels.transfer.serving.service import CacheService
 
 from . import systemd
+from .collector import young_collections_only
 from .control import Control, server_keys
 from .flags import parse
 from .logs import ServerLog
@@ -84,6 +85,7 @@ def serve(
         ServerLog(config.log_format, config.log_level) as log,
         CacheServerLoop(f"tcp://{host}:{config.port}", incarnation=incarnation, keys=keys) as loop,
         Signals(loop) as signals,
+        young_collections_only(),
     ):
         arena = Arena.create(config.l1_bytes)
         try:

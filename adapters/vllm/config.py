@@ -58,7 +58,7 @@ class ConnectorConfig:
     chunk_size: int = 256
     load_async: bool = True
     layerwise: bool = False
-    lookup_timeout: float = 0.5
+    lookup_timeout: float = 2.0
     request_timeout: float = 2.0
     connect_timeout: float = 1.5
     heartbeat_interval: float = 10.0

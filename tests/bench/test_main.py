@@ -19,7 +19,8 @@ def measured(monkeypatch, make_row):
 
     def run(options):
         seen.append(options)
-        return [make_row(bit_exact=options.only != "wrong")]
+        failures = ["it burnt"] if options.only == "failed" else []
+        return [make_row(bit_exact=options.only != "wrong", failures=failures)]
 
     monkeypatch.setattr(kernels, "run", run)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -56,8 +57,21 @@ def test_without_the_gpus_it_needs_nothing_is_run(name, needed, measured, monkey
     assert f"needs {needed} CUDA devices, found {needed - 1}" in capsys.readouterr().err
 
 
-def test_wrong_bytes_fail_the_run(measured):
-    assert command.main(["run", "kernels", "--no-gate", "--only", "wrong"]) == 1
+@pytest.mark.parametrize("what", ["wrong", "failed"])
+def test_wrong_bytes_and_failures_fail_the_run(what, measured):
+    assert command.main(["run", "kernels", "--no-gate", "--only", what]) == 1
+
+
+@pytest.mark.parametrize(("given", "seconds"), [([], 60.0), (["--seconds", "5"], 5.0)])
+def test_how_long_a_load_lasts(given, seconds, measured):
+    assert command.main(["run", "kernels", "--no-gate", *given]) == 0
+    assert measured[0].seconds == seconds
+
+
+def test_a_load_lasts_a_second_at_least(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["run", "server", "--seconds", "nan"])
+    assert "a second at least" in capsys.readouterr().err
 
 
 def test_quantiles_need_two_rounds(capsys):

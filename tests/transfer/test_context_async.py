@@ -700,7 +700,8 @@ def test_a_read_is_ended_however_the_load_went(rig):
     with pytest.raises(RuntimeError):
         rig.load(digests, [8, 9]).result(WAIT)
     assert len(rig.port.of(CommitRetrieve)) == 1
-    assert rig.stats()["reads"] == 0
+    stats = rig.stats()
+    assert (stats["reads"], stats["loads"], stats["loads_failed"]) == (0, 0, 1)
 
 
 def test_a_flush_may_meet_a_store_that_goes_on_to_its_next_chunks():

@@ -74,3 +74,12 @@ def test_another_time_counts_for_what_is_there() -> None:
     assert entries.expire(4.0) == [("a", 1)]
     entries.ttl = math.inf
     assert entries.expire(1e300) == []
+
+
+def test_ages_are_from_when_an_entry_was_put_last() -> None:
+    for ttl in (10.0, math.inf):
+        entries: Expiring[str, int] = Expiring(ttl, "ttl")
+        entries.put("a", 1, 0.0)
+        entries.put("b", 2, 1.0)
+        entries.put("a", 3, 4.0)
+        assert list(entries.ages(6.0)) == [("b", 2, 5.0), ("a", 3, 2.0)]

@@ -271,6 +271,7 @@ def test_a_copy_that_fails_leaves_nothing(rig):
     assert (type(error), error.code) == (RemoteError, "failed")
     stats = rig.server.stats()
     assert (stats["writing"], stats["reads"], stats["resident"], stats["idle"]) == (0, 0, 1, 1)
+    assert (stats["stores_aborted"], stats["loads_failed"], stats["loads"]) == (1, 1, 0)
     rig.mover.before = lambda direction: None
     assert rig.store(digests[1:], [2, 3]).result.result(WAIT) == 1
     assert rig.load(digests, [4, 5, 6, 7]).result(WAIT) == 2

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 import time
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -179,6 +181,23 @@ def test_a_cache_that_cannot_be_opened_or_closed_is_gone_all_the_same(caplog):
         one.cache.retire()
         one.turn(lambda one=one: one.closed)
     assert "could not be closed" in caplog.text
+
+
+def test_a_closed_cache_is_freed_by_its_last_reference_whoever_waited_for_its_end():
+    """A server does not collect what is old, so that must not be needed."""
+    freed = threading.Event()
+    gc.disable()
+    try:
+        serving = Serving()
+        serving.open()
+        serving.cache.when_closed(lambda now, cache=serving.cache: None)
+        gone = weakref.ref(serving.cache, lambda _: freed.set())
+        serving.cache.retire()
+        serving.turn(lambda serving=serving: serving.closed)
+        del serving
+        assert freed.wait(WAIT), gc.get_referrers(gone())
+    finally:
+        gc.enable()
 
 
 def test_a_permit_waits_for_its_event_and_not_for_ever():

@@ -498,6 +498,7 @@ def fields_of(kind: type[Request]) -> st.SearchStrategy[Request]:
     by_type = {
         "int": number,
         "int | None": st.none() | number,
+        "bool": st.booleans(),
         "str": st.sampled_from(["", "a", "b" * 600]),
         "bytes": st.sampled_from([b"", SHARD, DIGESTS, bytes(5)]),
         "list[bytes]": st.lists(st.sampled_from([SHARD, OTHER, b""]), max_size=3),

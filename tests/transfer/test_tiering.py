@@ -71,6 +71,23 @@ def test_what_the_arena_has_is_not_asked_for(cache, tier):
     assert tier.calls[-1] == ("exists", [(SHARD, digest(5))])
 
 
+def test_each_chunk_that_is_found_counts_once_for_where_it_was(cache, tier):
+    """The arena has chunks 0 and 3, the tier the others; a prefix needs them all."""
+    stored_below(tier, 1, 3)
+    stored_below(tier, 4, 6)
+    cache.store(0, 1)
+    cache.store(3, 4)
+    cache.settle()
+    assert cache.lookup(0, 7) == 6
+    stats = cache.stats()
+    assert (stats["asked"], stats["hit"], cache.tier()["gained"]) == (7, 2, 4)
+    assert (stats["lookups"], stats["lookups_partial"], stats["stored"]) == (1, 1, 2)
+    assert cache.lookup(0, 6) == 6
+    stats = cache.stats()
+    assert (stats["asked"], stats["hit"], cache.tier()["gained"]) == (13, 8, 4)
+    assert (stats["lookups"], stats["lookups_full"]) == (2, 1)
+
+
 def test_two_servers_that_share_a_tier_find_each_others_chunks(opened):
     shared = {}
     one = opened.enter_context(TieredCache(MemoryTier(chunks=shared)))

@@ -102,12 +102,16 @@ class Loading:
             if not slots.offsets:
                 return Moves()
             damaged: list[int] = []
+            failed = True
             try:
                 loaded, nbytes, note = yield from self._fetch(load, ids, arena, slots, damaged)
+                failed = False
             finally:
                 own.server.tell(
                     arena,
-                    CommitRetrieve(instance=own.instance, ticket=slots.ticket, damaged=damaged),
+                    CommitRetrieve(
+                        instance=own.instance, ticket=slots.ticket, damaged=damaged, failed=failed
+                    ),
                 )
         return Moves(loaded, nbytes, bool(damaged), note)
 

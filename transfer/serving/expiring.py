@@ -54,6 +54,10 @@ class Expiring(Generic[K, V]):
     def items(self) -> Iterator[tuple[K, V]]:
         return ((key, value) for key, (_, value) in self._entries.items())
 
+    def ages(self, now: float) -> Iterator[tuple[K, V, float]]:
+        """Each entry, and how many seconds ago it was put; the oldest first."""
+        return ((key, value, now - put_at) for key, (put_at, value) in self._entries.items())
+
     def expire(self, now: float) -> list[tuple[K, V]]:
         """Remove and return what has reached its deadline."""
         ended: list[tuple[K, V]] = []

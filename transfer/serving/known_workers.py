@@ -88,6 +88,19 @@ class KnownWorker:
         return HEADER_BYTES + self.chunk_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """What can be told of a worker: for how many seconds nothing was heard of it, whether it has
+    ``pinged`` since it registered, and whether the server copies for it."""
+
+    instance: int
+    shard: bytes
+    chunk_bytes: int
+    silent_seconds: float
+    pinged: bool
+    server_copies: bool
+
+
 class KnownWorkers:
     """The registrations by instance; they expire unless the worker is heard of.
 
@@ -163,6 +176,17 @@ class KnownWorkers:
         if worker is not None:
             self._proven.put(instance, worker, now)
         return worker is not None
+
+    def states(self, now: float) -> list[WorkerState]:
+        """Of all of them, by instance."""
+        states = [
+            WorkerState(
+                instance, worker.shard, worker.chunk_bytes, silent, pinged, worker.cache is not None
+            )
+            for table, pinged in ((self._proven, True), (self._new, False))
+            for instance, worker, silent in table.ages(now)
+        ]
+        return sorted(states, key=lambda state: state.instance)
 
     def seen(self, instance: int, now: float) -> KnownWorker | None:
         """The worker, which was just heard of; None if it is not registered."""

@@ -225,7 +225,8 @@ class ServedCache:
     def _closed(self, now: float) -> None:
         for thread in self._threads.values():
             thread.shutdown(wait=False)
-        for action in self._when_closed:
+        actions, self._when_closed = self._when_closed, []  # which may know this cache
+        for action in actions:
             action(now)
 
     def _end_settling(self, transfer: int, now: float) -> None:

@@ -108,12 +108,14 @@ class ServedTransfers:
 
         def loaded(task: Future[Any], now: float) -> Reply:
             damaged: Sequence[int] = ()
+            failed = True
             try:
                 chunks, damaged = result_of(task, "failed")
+                failed = False
             except RefusedError as refused:
                 return ErrorReply(code=refused.code, message=str(refused))
             finally:
-                self._store.close_read(cache.owner, reading.ticket, damaged, now)
+                self._store.close_read(cache.owner, reading.ticket, damaged, now, failed=failed)
             return Loaded(chunks=chunks)
 
         later, over = self._inbox.answered(loaded)

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from lmcache_kernels.errors import ConfigError
+from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES
 from lmcache_kernels.transfer.messages import (
     PROTOCOL_VERSION,
     AbortStore,
@@ -56,7 +57,9 @@ if TYPE_CHECKING:
     from lmcache_kernels.transfer.memory.arena import Arena
     from lmcache_kernels.transfer.messages import Reply, Request
 
+    from .chunk_table import ChunkState
     from .eviction import Eviction
+    from .known_workers import WorkerState
     from .later import Later
     from .tier import Tier
 
@@ -129,6 +132,7 @@ class CacheService:
             )
             served = ServedTransfers(self._store, self._workers, self._caches, self._inbox)
             self._timed |= served.methods
+        self._workers_lost = 0
         self._refused = 0
         self._failed = 0
         transfers = WorkerTransfers(self._store, self._workers)
@@ -217,6 +221,7 @@ class CacheService:
     def tick(self, now: float) -> None:
         """Drop silent workers, end what has taken too long, make room; call every second or so."""
         for instance, seconds in self._workers.expire(now):
+            self._workers_lost += 1
             logger.warning(
                 "worker %d was silent for %g s: dropped, what it was writing is discarded",
                 instance,
@@ -252,10 +257,35 @@ class CacheService:
         """Per tier its counters and gauges; see :class:`~lmcache_kernels.transfer.tiering.link.TierCounters`."""
         return {} if self._tiers is None else self._tiers.stats()
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Of one chunk."""
+        return self._chunk_tokens
+
+    @property
+    def incarnation(self) -> str:
+        """Random id of this server's life."""
+        return self._incarnation
+
+    def workers(self, now: float) -> list[WorkerState]:
+        """Who is registered."""
+        return self._workers.states(now)
+
+    def chunks(self, first: int, most: int) -> list[ChunkState]:
+        """Chunks in the arena in the order in which they came, from number ``first`` on."""
+        return self._store.chunks(first, most)
+
     def stats(self) -> dict[str, int]:
-        """Counters since the start and what there is now; see :class:`~.serving.store.Counters`."""
-        return self._store.stats() | {
+        """Counters since the start and what there is now; see :class:`~.serving.counters.Counters`.
+
+        Bytes of chunks are those of their payloads.
+        """
+        stats = self._store.stats()
+        for what in ("stored", "loaded", "evicted"):
+            stats[f"{what}_bytes"] -= HEADER_BYTES * stats[what]
+        return stats | {
             "workers": len(self._workers),
+            "workers_lost": self._workers_lost,
             "caches": 0 if self._caches is None else len(self._caches),
             "refused": self._refused,
             "failed": self._failed,
@@ -321,9 +351,12 @@ class CacheService:
         shards = unique_shards(request.shards)
         digests = checked_digests(request.digests)
         found = self._store.lookup(request.request, shards, digests, now)
-        if self._tiers is None:
-            return Found(chunks=found)
-        return self._tiers.looked_up(request.request, shards, digests, found, now, deadline)
+        reply: Found | Later = Found(chunks=found)
+        if self._tiers is not None:
+            reply = self._tiers.looked_up(request.request, shards, digests, found, now, deadline)
+        if isinstance(reply, Found):
+            self._store.counters.answered(len(digests), reply.chunks)
+        return reply
 
     def _end_session(self, request: EndSession, now: float) -> Reply:
         check_name(request.request)

@@ -9,6 +9,9 @@ from lmcache_kernels.errors import ConfigError, LocalProtocolError
 SLOT_ALIGN = 512
 """Bytes. Covers every access width and O_DIRECT's usual sector, and is the size of a slot header."""
 
+PARTS = 251
+"""A prime, so that slots of any usual size spread over all."""
+
 
 class SlotAllocator:
     """Hands out byte ranges of a capacity: best fit, sizes rounded up to ``align`` and no further.
@@ -34,7 +37,8 @@ class SlotAllocator:
         self._align = align
         self.capacity_bytes = capacity_bytes - capacity_bytes % align
         self.used_bytes = 0
-        self._used: dict[int, int] = {}  # start -> size
+        # start -> size, in many: a dict that grows is copied, and a large one takes 50 ms.
+        self._used: list[dict[int, int]] = [{} for _ in range(PARTS)]
         self._free: dict[int, int] = {}  # start -> size
         self._free_by_end: dict[int, int] = {}  # end -> start
         self._free_by_size: dict[int, dict[int, None]] = {}  # size -> starts
@@ -73,7 +77,7 @@ class SlotAllocator:
         self._forget(start, found)
         if found > size:
             self._add_free(start + size, found - size)
-        self._used[start] = size
+        self._used[start // self._align % PARTS][start] = size
         self.used_bytes += size
         return start
 
@@ -83,7 +87,7 @@ class SlotAllocator:
         Raises:
             LocalProtocolError: ``offset`` is not the start of a slot, maybe not any more.
         """
-        size = self._used.pop(offset, None)
+        size = self._used[offset // self._align % PARTS].pop(offset, None)
         if size is None:
             raise LocalProtocolError(
                 f"free: expected the offset of a slot in use, got {offset} (freed twice?)"

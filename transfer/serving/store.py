@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 from lmcache_kernels.errors import LocalProtocolError
 
 from .chunk_table import Chunk, ChunkTable
+from .counters import Counters
 from .eviction import POLICIES, Eviction
 from .expiring import Expiring
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
-    from .chunk_table import ChunkKey
+    from .chunk_table import ChunkKey, ChunkState
 
 WRITE_TTL = 600.0
 """Seconds a writer has between reserve and commit: ten times what a worker waits for its device."""
@@ -37,6 +38,9 @@ device."""
 
 MOST_EVICTED = 1 << 12
 """Chunks that are evicted ahead of need in one tick: some ten milliseconds, in which others wait."""
+
+TIERS = -(1 << 62)
+"""Owners up to this one are no workers but tiers below the arena."""
 
 NO_TICKET = 0
 """The ticket of a reservation or read without chunks; there is nothing to commit."""
@@ -57,20 +61,6 @@ class Reading:
 
     ticket: int
     offsets: list[int]
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened since the start; all but ``lookups`` count chunks."""
-
-    lookups: int = 0
-    asked: int = 0
-    hit: int = 0
-    stored: int = 0
-    read: int = 0
-    cleared: int = 0
-    discarded: int = 0
-    damaged: int = 0
 
 
 @dataclass(slots=True)
@@ -109,6 +99,7 @@ class ChunkStore:
         eviction: Eviction | None = None,
     ) -> None:
         self.counters = Counters()
+        self._below = Counters()  # of what tiers write and read, which have counters of their own
         self._eviction = eviction or Eviction()
         self._table = ChunkTable(capacity_bytes, POLICIES[self._eviction.policy]())
         self._leases: Expiring[str, list[Chunk]] = Expiring(lease_ttl, "lease_ttl")
@@ -145,6 +136,7 @@ class ChunkStore:
                     continue
                 chunk = self._table.stage(key, nbytes)
                 if chunk is None:
+                    self._counters(owner).stores_no_room += 1
                     break
                 write.chunks.append(chunk)
                 indices.append(index)
@@ -173,8 +165,7 @@ class ChunkStore:
         self._table.discard([write.chunks[index] for index in without])
         self._table.link(written)
         published = self._table.publish(written)
-        self.counters.stored += published
-        self.counters.discarded += len(write.chunks) - published
+        self._counters(owner).committed(write.chunks)
         if published:
             self.on_publish(owner, [chunk.key for chunk in written if chunk.listed], now)
         return published > 0
@@ -185,6 +176,7 @@ class ChunkStore:
         write = self._take_write(owner, ticket)
         if write is None:
             return False
+        self._counters(owner).stores_aborted += 1
         self._discard(write)
         return True
 
@@ -201,7 +193,6 @@ class ChunkStore:
             LocalProtocolError: no shards.
         """
         count = self.extend(request, shards, digests, now)
-        self.counters.lookups += 1
         self.counters.asked += len(digests)
         self.counters.hit += count
         return count
@@ -246,18 +237,27 @@ class ChunkStore:
         self.tick(now)
         read = _Transfer(owner)
         read.chunks += self._table.prefix(shard, digests)
+        if len(read.chunks) < len(digests):
+            self.counters.loads_missing += 1
         if not read.chunks:
             return Reading(NO_TICKET, [])
         self._table.hold(read.chunks)
         ticket = next(self._tickets)
         self._reads.put(ticket, read, now)
-        self.counters.read += len(read.chunks)
         return Reading(ticket, [chunk.offset for chunk in read.chunks])
 
-    def close_read(self, owner: int, ticket: int, damaged: Iterable[int], now: float) -> bool:
+    def close_read(
+        self,
+        owner: int,
+        ticket: int,
+        damaged: Iterable[int],
+        now: float,
+        *,
+        failed: bool = False,
+    ) -> bool:
         """End a read; False when ``owner`` has no such ticket or its time was up.
 
-        Chunks ``damaged`` (indices of the read) are not found any more from now on; their slots are
+        ``failed``: what was read is of no use to the reader, though nothing is wrong with it. Chunks ``damaged`` (indices of the read) are not found any more from now on; their slots are
         free as soon as nobody else holds them.
 
         Raises:
@@ -273,6 +273,7 @@ class ChunkStore:
                 f"damaged: expected indices in [0, {len(read.chunks)}), got {min(bad)} to {max(bad)}"
             )
         self._reads.pop(ticket)
+        self.counters.read(read.chunks, bad, failed=failed)
         self.counters.damaged += sum(self._table.unlist(read.chunks[index]) for index in bad)
         self._table.release(read.chunks)
         if bad:
@@ -329,10 +330,12 @@ class ChunkStore:
         for ticket, write in list(self._writes.items()):
             if write.owner == owner:
                 self._writes.pop(ticket)
+                self.counters.stores_dropped += 1
                 self._discard(write)
         for ticket, read in list(self._reads.items()):
             if read.owner == owner:
                 self._reads.pop(ticket)
+                self.counters.loads_dropped += 1
                 self._table.release(read.chunks)
 
     def clear(self, shards: Iterable[bytes], now: float) -> int:
@@ -351,8 +354,10 @@ class ChunkStore:
         for _, chunks in self._leases.expire(now):
             self._table.release(chunks)
         for _, read in self._reads.expire(now):
+            self._counters(read.owner).loads_expired += 1
             self._table.release(read.chunks)
         for _, write in self._writes.expire(now):
+            self._counters(write.owner).stores_expired += 1
             self._discard(write)
 
     def make_room(self) -> None:
@@ -379,19 +384,28 @@ class ChunkStore:
             "requests that found something": len(self._leases),
         }
 
+    def chunks(self, first: int, most: int) -> list[ChunkState]:
+        """What is stored or being written; see :meth:`.ChunkTable.some`."""
+        return self._table.some(first, most)
+
     def stats(self) -> dict[str, int]:
         """The counters, and what there is now."""
         written = [chunk for _, write in self._writes.items() for chunk in write.chunks]
         return asdict(self.counters) | {
             "evicted": self._table.evicted,
+            "evicted_bytes": self._table.evicted_bytes,
             "capacity_bytes": self._table.slots.capacity_bytes,
             "used_bytes": self._table.slots.used_bytes,
             "resident": len(self._table) - sum(chunk.listed for chunk in written),
             "idle": self._table.idle,
             "writing": len(written),
+            "writes": len(self._writes),
             "leases": len(self._leases),
             "reads": len(self._reads),
         }
+
+    def _counters(self, owner: int) -> Counters:
+        return self.counters if owner > TIERS else self._below
 
     def _take_write(self, owner: int, ticket: int) -> _Transfer | None:
         write = self._writes.get(ticket)
@@ -401,4 +415,4 @@ class ChunkStore:
 
     def _discard(self, write: _Transfer) -> None:
         self._table.discard(write.chunks)
-        self.counters.discarded += len(write.chunks)
+        self._counters(write.owner).discarded += len(write.chunks)

@@ -64,7 +64,9 @@ class WorkerTransfers:
     def commit_retrieve(self, request: CommitRetrieve, now: float) -> Reply:
         worker = self._worker(request.instance, now)
         try:
-            known = self._store.close_read(worker.owner, request.ticket, request.damaged, now)
+            known = self._store.close_read(
+                worker.owner, request.ticket, request.damaged, now, failed=request.failed
+            )
         except LocalProtocolError as error:
             raise RefusedError("bad_request", str(error)) from error
         if not known:

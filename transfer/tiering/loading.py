@@ -18,6 +18,7 @@ from lmcache_kernels.errors import RemoteProtocolError
 from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES, read_header
 from lmcache_kernels.transfer.messages import Found
 from lmcache_kernels.transfer.serving.later import Later
+from lmcache_kernels.transfer.serving.store import TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOADER = -(1 << 62)
-"""Owner of what is being loaded; no worker's."""
+LOADER = TIERS
+"""Owner of what is being loaded."""
 
 MOST_CHUNKS = 1 << 12
 """Of one lookup that tiers are asked for: a million tokens at 256 a chunk."""
@@ -293,7 +294,9 @@ class TierLoads:
         job.found = self._store.extend(job.request, job.shards, job.digests[: job.next], now)
         for digest in job.digests[before : job.found]:
             level = job.located.get((job.shards[0], digest))
-            if level is not None:
+            if level is None:  # it was here already, behind one that was not
+                self._store.counters.hit += 1
+            else:
                 self._levels[level].link.counters.gained += 1
 
     def _waits(self, job: _Job) -> bool:
@@ -302,6 +305,7 @@ class TierLoads:
     def _end(self, job: _Job) -> None:
         del self._jobs[job.request]
         if job.announced:
+            self._store.counters.answered(len(job.digests), job.found)
             self._inbox.reply(job.later, Found(chunks=job.found))
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_kernels.errors import RemoteProtocolError
 from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES, payload_bytes_of, read_header
+from lmcache_kernels.transfer.serving.store import TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
     from .link import TierLink
 
-WRITER = -(1 << 62) - 1
-"""Owner of what is being written; no worker's."""
+WRITER = TIERS - 1
+"""Owner of what is being written."""
 
 MOST_WAITING = 1 << 17
 """Names that wait for one tier; of more, the oldest are given up. About 30 MB."""

@@ -1,6 +1,7 @@
 """What a lookup costs the server, by how many chunks it names and how many are stored.
 
-Server time: from the frames of the request to the frames of its reply, without the socket. Beside it
+Server time: from the frames of the request to the frames of its reply and a note of it, without the
+socket. Beside it
 stands what the client pays to name the chunks: hashing their tokens. Needs no GPU.
 """
 
@@ -9,9 +10,10 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from bench.results import OURS
 from lmcache_kernels.adapters.messaging import wire
 from lmcache_kernels.transfer.keys import ChunkChain, root_digest
 from lmcache_kernels.transfer.messages import (
@@ -22,14 +24,16 @@ from lmcache_kernels.transfer.messages import (
     Register,
     StoreSlots,
 )
+from lmcache_kernels.transfer.serving.request_log import RequestLog
 from lmcache_kernels.transfer.serving.service import CacheService
 
-from .results import OURS, Row, with_ratios
-from .timing import spread_of
+from .rows import line, row_of
 
 if TYPE_CHECKING:
-    from .options import Options
+    from bench.options import Options
+    from bench.results import Row
 
+PART = "lookup"
 HASHING = "hashing"
 SHARD = bytes(32)
 CHUNK_BYTES = 512
@@ -49,6 +53,7 @@ class Server:
 
     service: CacheService
     digests: list[bytes]
+    log: RequestLog = field(default_factory=RequestLog)
 
     @classmethod
     def with_chunks(cls, stored: int) -> Server:
@@ -79,6 +84,7 @@ class Server:
         _, request = wire.decode_request(frames)
         reply = self.service.handle(request, 1.0)
         wire.reply_frames(turn, wire.encode_body(reply))
+        self.log.record(request, reply, began, time.perf_counter())
         seconds = time.perf_counter() - began
         if reply != Found(chunks=named):
             raise ValueError(f"expected {named} chunks found, got {reply!r}")
@@ -87,13 +93,17 @@ class Server:
 
 def run(options: Options) -> list[Row]:
     """Measure every number of named chunks in servers of every size, in turn, and print the rows."""
-    servers = {stored: Server.with_chunks(stored) for stored in STORED}
-    rows = [
-        row
+    wanted = [
+        (named, stored)
         for named in NAMED
-        for row in measure(servers, named, options.rounds)
-        if options.wants(row.title)
+        for stored in STORED
+        if options.wants(f"{PART} {named} chunks lookup, {stored} stored")
     ]
+    servers = {stored: Server.with_chunks(stored) for stored in {stored for _, stored in wanted}}
+    rows = []
+    for named in NAMED:
+        some = {stored: servers[stored] for count, stored in wanted if count == named}
+        rows += measure(some, named, options.rounds) if some else []
     for row in rows:
         print(line(row), flush=True)
     return rows
@@ -101,41 +111,26 @@ def run(options: Options) -> list[Row]:
 
 def measure(servers: dict[int, Server], named: int, rounds: int) -> list[Row]:
     """A row for each server; round by round all of them, and the hashing."""
-    tokens = list(range(named * CHUNK_TOKENS))
     hashing: list[float] = []
     ours: dict[int, list[float]] = {stored: [] for stored in servers}
     for turn in range(-1, rounds):
         for stored, server in servers.items():
             times = [server.lookup(named, (turn + 1) * LOOKUPS + n) for n in range(LOOKUPS)]
             ours[stored] += times if turn >= 0 else []
-        began = time.perf_counter()
-        ChunkChain(root_digest(model="m", chunk_tokens=CHUNK_TOKENS), CHUNK_TOKENS).extend(tokens)
-        hashing += [time.perf_counter() - began] if turn >= 0 else []
+        seconds = hash_tokens(named)
+        hashing += [seconds] if turn >= 0 else []
     return [
-        with_ratios(
-            Row(
-                part="lookup",
-                case=f"{named} chunks",
-                variant=f"{stored} stored",
-                direction="lookup",
-                ids="random",
-                bytes=0,
-                run_bytes=0,
-                max_programs=None,
-                bit_exact=True,
-                traffic=1,
-                ceiling="",
-                seconds={OURS: spread_of(times), HASHING: spread_of(hashing)},
-            )
+        row_of(
+            *(PART, f"{named} chunks", f"{stored} stored", "lookup"),
+            {OURS: times, HASHING: hashing},
         )
         for stored, times in ours.items()
     ]
 
 
-def line(row: Row) -> str:
-    """One row for the terminal."""
-    ours, hashing = row.seconds[OURS], row.seconds[HASHING]
-    return (
-        f"{row.title:44} p50 {ours.p50 * 1e6:.0f} us  p99 {(ours.p99 or ours.p80) * 1e6:.0f} us  "
-        f"hashing {hashing.p50 * 1e6:.0f} us"
-    )
+def hash_tokens(chunks: int) -> float:
+    """Seconds that a client takes to name so many chunks."""
+    tokens = list(range(chunks * CHUNK_TOKENS))
+    began = time.perf_counter()
+    ChunkChain(root_digest(model="m", chunk_tokens=CHUNK_TOKENS), CHUNK_TOKENS).extend(tokens)
+    return time.perf_counter() - began
