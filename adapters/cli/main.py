@@ -37,85 +37,25 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _main(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if context.invoked_subcommand != "serve":  # which has a log of its own
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
-@app.command()
-def serve(
-    host: Annotated[
-        str, typer.Option(help="Address to bind: without keys a loopback one.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="TCP port to bind; 0 takes a free one.")
-    ] = 5555,
-    l1_size_gb: Annotated[
-        float,
-        typer.Option(
-            "--l1-size-gb",
-            min=0.001,
-            help="Host memory for chunks (the first level), in GiB of /dev/shm.",
-        ),
-    ] = 4.0,
-    chunk_size: Annotated[
-        int, typer.Option("--chunk-size", min=1, help="Tokens of one chunk; engines must agree.")
-    ] = 256,
-    eviction_policy: Annotated[
-        str,
-        typer.Option(
-            help="Which idle chunk goes first: lru (idle for longest) or s3fifo (those that nobody "
-            "has found since they were stored, so that prompts seen once do not push out shared "
-            "prefixes)."
-        ),
-    ] = "lru",
-    eviction_trigger_watermark: Annotated[
-        float,
-        typer.Option(
-            min=0.0, max=1.0, help="Used part of the memory at which some is freed ahead; 1: never."
-        ),
-    ] = 1.0,
-    eviction_ratio: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Part of the memory that is freed then.")
-    ] = 0.2,
-    worker_reap_timeout_seconds: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            help="Silence after which a worker that has pinged is dropped, and what it was writing "
-            "discarded: at least 30, or 0 for never.",
-        ),
-    ] = 120.0,
-    worker_registration_grace_seconds: Annotated[
-        float, typer.Option(min=0.0, help="The same of a worker that has not pinged yet.")
-    ] = 600.0,
-    curve_secret_key: Annotated[
-        str, typer.Option(help="The server's *.key_secret file: whoever connects needs a key, too.")
-    ] = "",
-    curve_clients: Annotated[
-        str, typer.Option(help="Directory of the *.key files of those who may connect.")
-    ] = "",
-) -> None:
-    """Run a cache server until it is interrupted."""
-    from lmcache_kernels.adapters.server.main import serve as run_server
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def serve(context: typer.Context) -> None:
+    """Run a cache server until it is told to end; `serve --help` lists its settings."""
+    from lmcache_kernels.adapters.server.main import run as run_server
 
-    logging.getLogger().setLevel(logging.INFO)
-    run_server(
-        host=host,
-        port=port,
-        size_gb=l1_size_gb,
-        chunk_size=chunk_size,
-        eviction_policy=eviction_policy,
-        eviction_watermark=eviction_trigger_watermark,
-        eviction_ratio=eviction_ratio,
-        worker_reap_timeout=worker_reap_timeout_seconds,
-        worker_registration_grace=worker_registration_grace_seconds,
-        curve_secret_key=curve_secret_key,
-        curve_clients=curve_clients,
-    )
+    run_server(context.args, "lmcache-kernels serve")
 
 
 @app.command()

@@ -60,12 +60,16 @@ class ServerKeys:
         """Before the socket is bound; what this returns is to be stopped after the socket is closed."""
         gatekeeper = ThreadAuthenticator(context)
         gatekeeper.start()
-        gatekeeper.configure_curve_callback(_DOMAIN, self)
+        self.admit(gatekeeper)
         router.zap_domain = _DOMAIN.encode()
         router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # else nobody is asked once the authenticator is gone
         router.curve_server = True
         router.curve_publickey, router.curve_secretkey = self.public, self.secret
         return gatekeeper
+
+    def admit(self, gatekeeper: ThreadAuthenticator) -> None:
+        """Have these clients let in, and no others, from now on; from any thread."""
+        gatekeeper.configure_curve_callback(_DOMAIN, self)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether a client may connect; what the authenticator asks."""

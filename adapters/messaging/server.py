@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 TICK_INTERVAL = 1.0
 """Seconds between calls of the service's ``tick``."""
 
+LAST_REPLIES = 500
+"""Milliseconds that a reply has to leave once the server closes."""
+
 T = TypeVar("T")
 
 _ONE_TURN = 1000  # requests served before the clock is looked at again
@@ -185,6 +188,15 @@ class CacheServerLoop:
         with contextlib.suppress(BlockingIOError, OSError):
             self._wake_sender.send(b"\0")
 
+    def admit(self, keys: ServerKeys) -> None:
+        """Let in whoever ``keys`` knows, and nobody else, from now on; from any thread.
+
+        Who is connected stays so. Without effect on a loop that was made without keys, and whose own
+        key is stays what it was.
+        """
+        if self._gatekeeper is not None:
+            keys.admit(self._gatekeeper)
+
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Have :meth:`run` call ``function`` between requests: nothing else uses the service meanwhile.
 
@@ -223,10 +235,13 @@ class CacheServerLoop:
         return self._clock()
 
     def close(self) -> None:
-        """Stop listening and drop what was not sent; after :meth:`run`, idempotent."""
+        """Stop listening; after :meth:`run`, idempotent.
+
+        Replies are given a moment to leave; those that nobody takes are dropped.
+        """
         self._closed = True
         self._drop_calls()
-        self._router.close(0)
+        self._router.close(LAST_REPLIES)
         if self._gatekeeper is not None:
             self._gatekeeper.stop()
         self._context.term()

@@ -1,31 +1,30 @@
-"""The server process: an arena, a service on it, a socket, until a signal ends it."""
+"""The server process: an arena, a service on it, a socket, until it is told to end."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 import os
 import secrets
 import signal
 import sys
-import threading
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from lmcache_kernels.adapters.messaging.server import CacheServerLoop
-from lmcache_kernels.errors import ConfigError, KVTransferError
+from lmcache_kernels.errors import KVTransferError
 from lmcache_kernels.transfer.memory.arena import Arena
-from lmcache_kernels.transfer.serving.eviction import Eviction
-from lmcache_kernels.transfer.serving.known_workers import Liveness
 from lmcache_kernels.transfer.serving.service import CacheService
 
+from . import systemd
 from .collector import young_collections_only
+from .control import Control, server_keys
+from .flags import parse
+from .logs import ServerLog
+from .signals import Signals, at_end_of_input
+from .sources import Effective, Sources
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from lmcache_kernels.adapters.messaging.curve import ServerKeys
+    from collections.abc import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -35,93 +34,89 @@ READY_LINE = "lmcache-kernels: serving {url} (arena {name}, {size} bytes, chunk 
 STARTUP_FAILED = 2
 """Exit status when the server could not start."""
 
+NO_SOURCES = Sources()
 
-def serve(
-    *,
-    size_gb: float,
-    host: str = "127.0.0.1",
-    port: int = 5555,
-    chunk_size: int = 256,
-    eviction_policy: str = "lru",
-    eviction_watermark: float = 1.0,
-    eviction_ratio: float = 0.2,
-    worker_reap_timeout: float = 120.0,
-    worker_registration_grace: float = 600.0,
-    curve_secret_key: str = "",
-    curve_clients: str = "",
-    stop_on_eof: bool = False,
-) -> None:
-    """Run a cache server in the main thread until SIGTERM, SIGINT or SIGHUP, then remove its arena.
+
+def run(arguments: Sequence[str], program: str) -> None:
+    """``lmcache-kernels serve``: returns when the server has ended as it was told to.
 
     Args:
-        size_gb: host memory for chunks, in GiB of /dev/shm.
-        host: loopback address, or ``localhost`` for 127.0.0.1; with keys any address.
-        port: TCP port; 0 takes any free one.
-        chunk_size: tokens of one chunk.
-        eviction_policy, eviction_watermark, eviction_ratio: see
-            :class:`~lmcache_kernels.transfer.serving.eviction.Eviction`.
-        worker_reap_timeout, worker_registration_grace: seconds, see
-            :meth:`~lmcache_kernels.transfer.serving.known_workers.Liveness.of_options`.
-        curve_secret_key, curve_clients: see
-            :meth:`~lmcache_kernels.adapters.messaging.curve.ServerKeys.read`; both or neither.
-        stop_on_eof: also stop when standard input ends, so that the server does not outlive a
-            parent that holds the other end.
+        arguments: of the command line.
+        program: for messages.
 
     Raises:
         SystemExit: with status 2 and the reason on standard error, if it cannot start.
     """
     try:
-        eviction = Eviction(eviction_policy, eviction_watermark, eviction_ratio)
-        liveness = Liveness.of_options(worker_reap_timeout, worker_registration_grace)
-        keys = _server_keys(curve_secret_key, curve_clients)
-        _serve(size_gb, host, port, chunk_size, eviction, liveness, keys, stop_on_eof)
+        line = parse(arguments, os.environ, program)
+        effective = line.sources.read()
+        if line.print_config:
+            sys.stdout.write(effective.text())
+        else:
+            serve(effective, line.sources, stop_on_eof=line.stop_on_eof)
     except KVTransferError as error:
         sys.stderr.write(f"lmcache-kernels: {error}\n")
         raise SystemExit(STARTUP_FAILED) from error
 
 
-def _serve(
-    size_gb: float,
-    host: str,
-    port: int,
-    chunk_size: int,
-    eviction: Eviction,
-    liveness: Liveness,
-    keys: ServerKeys | None,
-    stop_on_eof: bool,
+def serve(
+    effective: Effective, sources: Sources = NO_SOURCES, *, stop_on_eof: bool = False
 ) -> None:
-    if not 0 < size_gb < math.inf:
-        raise ConfigError(f"--l1-size-gb: expected a number above 0, got {size_gb}")
-    if chunk_size < 1:
-        raise ConfigError(f"--chunk-size: expected at least 1 token, got {chunk_size}")
-    where = f"[{host}]" if ":" in host else host
+    """Run a cache server in the main thread until it is told to end, then remove its arena.
+
+    SIGTERM and SIGINT drain it, and end it at once when they come again. SIGHUP reads the file of
+    settings again, and is like SIGTERM if there is none.
+
+    Args:
+        effective: the settings.
+        sources: from which they are read again; from nothing, unless they name a file.
+        stop_on_eof: also drain when standard input ends, so that the server does not outlive a parent
+            that holds the other end.
+
+    Raises:
+        KVTransferError: it cannot start.
+    """
+    config = effective.config
+    keys = server_keys(config)
+    host = f"[{config.host}]" if ":" in config.host else config.host
     incarnation = secrets.token_hex(16)
     # The port comes first: a server that is there already explains why there is no memory either.
     with (
-        CacheServerLoop(f"tcp://{where}:{port}", incarnation=incarnation, keys=keys) as loop,
-        _stopped_by_signals(loop.stop),
+        ServerLog(config.log_format, config.log_level) as log,
+        CacheServerLoop(f"tcp://{host}:{config.port}", incarnation=incarnation, keys=keys) as loop,
+        Signals(loop) as signals,
         young_collections_only(),
     ):
-        if stop_on_eof:
-            threading.Thread(target=_wait_for_eof, args=(loop.stop,), daemon=True).start()
-        arena = Arena.create(int(size_gb * (1 << 30)))
+        arena = Arena.create(config.l1_bytes)
         try:
             service = CacheService(
                 arena_name=arena.name,
                 arena_bytes=arena.nbytes,
-                chunk_tokens=chunk_size,
+                chunk_tokens=config.chunk_size,
                 incarnation=incarnation,
-                eviction=eviction,
-                liveness=liveness,
+                write_ttl=config.l1_write_ttl_seconds,
+                lease_ttl=config.session_ttl_seconds,
+                read_ttl=config.l1_read_ttl_seconds,
+                eviction=config.eviction,
+                liveness=config.liveness,
                 arena=arena,
                 wake=loop.wake,
             )
+            control = Control(loop, service, log, effective, sources, keys)
+            signals.actions = {
+                signal.SIGTERM: control.interrupt,
+                signal.SIGINT: control.interrupt,
+                signal.SIGHUP: control.hang_up,
+            }
+            if stop_on_eof:
+                at_end_of_input(loop, control.end)
             ready = READY_LINE.format(
-                url=loop.endpoint, name=arena.name, size=arena.nbytes, chunk=chunk_size
+                url=loop.endpoint, name=arena.name, size=arena.nbytes, chunk=config.chunk_size
             )
             sys.stdout.write(f"{ready}\n")
             sys.stdout.flush()
-            loop.run(service)
+            systemd.notify(systemd.READY)
+            loop.run(control.drain)
             service.close()
         finally:
             arena.close()
@@ -129,33 +124,3 @@ def _serve(
         logger.info(
             "stopped; %s", ", ".join(f"{name} {count}" for name, count in stats.items() if count)
         )
-
-
-def _server_keys(secret_key: str, clients: str) -> ServerKeys | None:
-    if not secret_key and not clients:
-        return None
-    if not (secret_key and clients):
-        raise ConfigError("--curve-secret-key and --curve-clients: expected both or neither")
-    from lmcache_kernels.adapters.messaging.curve import ServerKeys
-
-    return ServerKeys.read(secret_key, clients)
-
-
-@contextlib.contextmanager
-def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    before = {
-        number: signal.signal(number, lambda *_: stop())
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _wait_for_eof(stop: Callable[[], None]) -> None:
-    with contextlib.suppress(OSError):  # not open at all: the same as ended
-        while os.read(0, 4096):
-            pass
-    stop()

@@ -12,10 +12,14 @@ import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from lmcache_kernels.errors import ConfigError, TransferTimeout
 from lmcache_kernels.transfer.memory.arena import sweep_stale_segments
+
+from .config import ServerConfig
+from .flags import flags_of
+from .sources import ENVIRONMENT_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +30,7 @@ _READY = re.compile(
     r"lmcache-kernels: serving (?P<url>\S+) \(arena (?P<name>\S+), (?P<size>\d+) bytes, "
     r"chunk (?P<chunk>\d+) tokens\)\n"
 )
-_STOP_TIMEOUT = 10.0  # seconds from SIGTERM to SIGKILL
+_STOP_TIMEOUT = 10.0  # seconds from SIGTERM to SIGKILL, besides what it may drain
 _LOG_TAIL = 4000  # bytes of the server's log that are quoted
 
 
@@ -49,29 +53,42 @@ def spawn_server(
     port: int = 0,
     chunk_size: int = 256,
     startup_timeout: float = 60.0,
+    **settings: Any,
 ) -> Iterator[ServerProcess]:
-    """Run a server while the context lasts; see :func:`~.main.serve` for the arguments.
+    """Run a server while the context lasts; then it ends at once, without waiting for anybody.
 
     The server holds one end of a pipe and stops by itself when this process has ended, however
-    that happened.
+    that happened. Nothing is taken from ``LMCACHE_KERNELS_SERVE_*`` in the environment.
+
+    Args:
+        size_gb, host, port, chunk_size: see :class:`~.config.ServerConfig`; port 0 takes any free one.
+        startup_timeout: seconds until it must be ready.
+        settings: others, by the names of their fields in :class:`~.config.ServerConfig`.
 
     Raises:
-        ConfigError: it could not start, with what it said.
+        ConfigError: a setting that cannot work, or it could not start, with what it said.
         TransferTimeout: it was not ready after ``startup_timeout`` seconds.
     """
-    command = [
-        *(sys.executable, "-m", "lmcache_kernels.adapters.server", "--stop-on-eof"),
-        *("--host", host, "--port", str(port)),
-        *("--l1-size-gb", str(size_gb), "--chunk-size", str(chunk_size)),
-    ]
+    chosen = {"drain_timeout_seconds": 0.0, **settings}
+    chosen |= {"host": host, "port": port, "l1_size_gb": size_gb, "chunk_size": chunk_size}
+    config = ServerConfig(**chosen)
+    command = [sys.executable, "-m", "lmcache_kernels.adapters.server", "--stop-on-eof"]
+    command += flags_of(config, chosen)
+    environment = {
+        name: text for name, text in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)
+    }
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
         )
         try:
             yield _wait_ready(process, log, startup_timeout)
         finally:
-            _end(process, log)
+            _end(process, log, _STOP_TIMEOUT + config.drain_timeout_seconds)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], log: IO[bytes], timeout: float) -> ServerProcess:
@@ -96,12 +113,12 @@ def _wait_ready(process: subprocess.Popen[bytes], log: IO[bytes], timeout: float
     )
 
 
-def _end(process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], log: IO[bytes], timeout: float) -> None:
     process.terminate()
     try:
-        process.wait(_STOP_TIMEOUT)
+        process.wait(timeout)
     except subprocess.TimeoutExpired:
-        logger.warning("cache server %d did not stop in %g s; killed", process.pid, _STOP_TIMEOUT)
+        logger.warning("cache server %d did not stop in %g s; killed", process.pid, timeout)
         process.kill()
         process.wait()
     for pipe in (process.stdin, process.stdout):

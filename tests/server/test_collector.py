@@ -10,6 +10,8 @@ import pytest
 
 from lmcache_kernels.adapters.server import main as server_main
 from lmcache_kernels.adapters.server.collector import young_collections_only
+from lmcache_kernels.adapters.server.config import ServerConfig
+from lmcache_kernels.adapters.server.sources import Effective
 from lmcache_kernels.transfer.memory.arena import Arena
 
 
@@ -52,7 +54,7 @@ def test_a_server_runs_so_and_leaves_things_as_they_were(monkeypatch):
         return create(nbytes)
 
     monkeypatch.setattr(server_main.Arena, "create", stopped_at_once)
-    server_main.serve(size_gb=0.01, port=0)
+    server_main.serve(Effective(ServerConfig(l1_size_gb=0.01, port=0)))
     assert seen[0][:2] == before[:2]
     assert seen[0][2] > 10**9
     assert gc.get_threshold() == before

@@ -230,6 +230,17 @@ def test_without_a_watermark_nothing_goes_before_room_is_needed() -> None:
     assert cache.store.stats()["resident"] == 10
 
 
+def test_the_watermark_can_be_moved() -> None:
+    cache = Cache(ChunkStore(10 * UNIT))
+    cache.put(digests(0, 10))
+    cache.store.change(watermark=0.5, ratio=0.3)
+    cache.store.make_room()
+    assert cache.store.stats()["resident"] == 7
+    cache.store.change(watermark=1.0, ratio=0.3)
+    cache.store.make_room()
+    assert cache.store.stats()["resident"] == 7
+
+
 def test_others_wait_for_a_bounded_number_of_evictions(monkeypatch) -> None:
     monkeypatch.setattr("lmcache_kernels.transfer.serving.chunk_table.MOST_EVICTED", 3)
     cache = Cache(ChunkStore(10 * UNIT, eviction=Eviction(watermark=0.5, ratio=1.0)))

@@ -66,6 +66,16 @@ def test_impossible_times_are_refused(ttl: float) -> None:
         Expiring(ttl, "some_ttl")
 
 
+def test_another_time_counts_for_what_is_there() -> None:
+    entries: Expiring[str, int] = Expiring(10.0, "ttl")
+    entries.put("a", 1, 0.0)
+    entries.put("b", 2, 5.0)
+    entries.ttl = 3.0
+    assert entries.expire(4.0) == [("a", 1)]
+    entries.ttl = math.inf
+    assert entries.expire(1e300) == []
+
+
 def test_ages_are_from_when_an_entry_was_put_last() -> None:
     for ttl in (10.0, math.inf):
         entries: Expiring[str, int] = Expiring(ttl, "ttl")

@@ -56,6 +56,7 @@ from lmcache_kernels.transfer.messages import (
     Welcome,
 )
 from lmcache_kernels.transfer.serving import known_workers, pins
+from lmcache_kernels.transfer.serving.eviction import Eviction
 from lmcache_kernels.transfer.serving.known_workers import Liveness
 from lmcache_kernels.transfer.serving.quotas import Quotas
 from lmcache_kernels.transfer.serving.service import CacheService
@@ -366,6 +367,23 @@ def test_mp_092_fault_e11_a_worker_is_dropped_after_its_grace_or_when_it_stops_p
     cache.now += 599
     cache.service.tick(cache.now)
     assert cache.service.stats()["workers"] == 1
+
+
+def test_other_times_count_for_the_workers_that_are_there_too() -> None:
+    cache = Cache(liveness=Liveness(120, 600))
+    for instance in (1, 2):
+        cache.register(instance)
+    cache.ask(Ping(instance=1))
+    for seconds, liveness, workers in (
+        (50, Liveness(60, 100), 2),
+        (10, Liveness(60, 100), 1),
+        (40, Liveness(60, 200), 1),
+        (100, Liveness(60, 200), 0),
+    ):
+        cache.service.change(Eviction(), liveness)
+        cache.now += seconds
+        cache.service.tick(cache.now)
+        assert cache.service.stats()["workers"] == workers
 
 
 def test_fault_e11_workers_that_die_right_after_they_registered_leave_nothing() -> None:

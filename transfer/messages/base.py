@@ -37,6 +37,7 @@ ERROR_CODES = {
     "expired": "the deadline had passed when the request was read; nothing was done",
     "unknown_ticket": "this prepared transfer does not exist (any more)",
     "no_space": "the chunk is larger than the whole arena",
+    "draining": "the server is about to end: it finishes what was begun, and begins nothing new",
     "busy": "too many workers, caches or pins are there, or too many transfers are under way",
     "stopped": "the transfer was stopped before it moved anything",
     "failed": "the copy could not be made; nothing of it is offered to anyone",

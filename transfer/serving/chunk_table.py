@@ -19,7 +19,7 @@ unlisted chunk may be staged again meanwhile, in another slot.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from .accounts import Accounts
@@ -159,6 +159,10 @@ class ChunkTable:
     def evict(self) -> int:
         """Let the next idle chunk go; the bytes that are free now, 0 if there is none."""
         return self._evict_from(self.accounts.fullest())
+
+    def change(self, watermark: float, ratio: float) -> None:
+        """Make room ahead of need like this from now on; see :class:`.eviction.Eviction`."""
+        self._eviction = replace(self._eviction, watermark=watermark, ratio=ratio)
 
     def make_room(self) -> None:
         """Let go of what accounts have above their quotas, and ahead of need if so much is used."""

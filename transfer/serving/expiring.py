@@ -21,7 +21,7 @@ class Expiring(Generic[K, V]):
     the order of expiry and every operation is O(1).
 
     Args:
-        ttl: seconds, > 0; may be infinite.
+        ttl: seconds, > 0; may be infinite. Another one counts for what is there, too.
         what: names the setting in the error.
 
     Raises:

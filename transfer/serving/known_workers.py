@@ -61,8 +61,8 @@ class Liveness:
             return cls(math.inf, math.inf)
         if not SHORTEST_REAP <= reap_timeout <= grace < math.inf:
             raise ConfigError(
-                "worker reap timeout and registration grace: expected 0, or at least "
-                f"{SHORTEST_REAP:g} seconds and a grace that is not shorter, got {reap_timeout:g} and "
+                "worker-reap-timeout-seconds and worker-registration-grace-seconds: expected 0, or at "
+                f"least {SHORTEST_REAP:g} seconds and a grace that is not shorter, got {reap_timeout:g} and "
                 f"{grace:g}"
             )
         return cls(reap_timeout, grace)
@@ -119,6 +119,10 @@ class KnownWorkers:
 
     def __len__(self) -> int:
         return len(self._new) + len(self._proven)
+
+    def change(self, liveness: Liveness) -> None:
+        """Drop silent workers after these times from now on."""
+        self._new.ttl, self._proven.ttl = liveness.grace, liveness.reap_after
 
     def add(self, instance: int, worker: KnownWorker, now: float) -> None:
         """Register, in place of what the instance had registered before.

@@ -252,6 +252,22 @@ class CacheService:
         if self._tiers is not None:
             self._tiers.tick(now)
 
+    def change(self, eviction: Eviction, liveness: Liveness) -> None:
+        """Other limits from now on; the eviction policy stays what it is."""
+        self._store.change(eviction.watermark, eviction.ratio)
+        self._workers.change(liveness)
+
+    def under_way(self) -> dict[str, int]:
+        """How much of what is not over; all 0 is when nothing would be lost with this process's end,
+        other than what is in the arena alone."""
+        tiers = self._tiers
+        return self._store.under_way() | {
+            "lookups that wait for tiers": 0 if tiers is None else tiers.loads,
+            "chunks on their way to tiers": 0
+            if tiers is None or tiers.over
+            else max(1, tiers.waiting),
+        }
+
     @property
     def tiers_over(self) -> bool:
         """All that was stored has gone down to the tiers, as far as they take it."""

@@ -379,6 +379,18 @@ class ChunkStore:
         store, every second or so."""
         self._table.make_room()
 
+    def change(self, watermark: float, ratio: float) -> None:
+        """Make room ahead of need like this from now on; see :class:`.eviction.Eviction`."""
+        self._table.change(watermark, ratio)
+
+    def under_way(self) -> dict[str, int]:
+        """What somebody has begun and not ended."""
+        return {
+            "stores": len(self._writes),
+            "loads": len(self._reads),
+            "requests that found something": len(self._leases),
+        }
+
     def chunks(self, first: int, most: int) -> list[ChunkState]:
         """What is stored or being written; see :meth:`.ChunkTable.some`."""
         return self._table.some(first, most)

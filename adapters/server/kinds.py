@@ -1,0 +1,135 @@
+"""What values a setting takes, from text and from a file. Pure."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import sys
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from lmcache_kernels.errors import ConfigError
+
+
+class Kind(Protocol):
+    """Prints itself as what it expects: ``a whole number from 0 to 65535``."""
+
+    @property
+    def metavar(self) -> str:
+        """Stands for the value in a list of flags."""
+        ...
+
+    def of_text(self, text: str) -> Any:
+        """The value that a flag or an environment variable means.
+
+        Raises:
+            ConfigError: it means none.
+        """
+        ...
+
+    def of_value(self, value: object) -> Any:
+        """The value, as it has come out of a file or a program.
+
+        Raises:
+            ConfigError: not of this kind.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A finite number within bounds.
+
+    Attributes:
+        low, high: bounds, themselves allowed; but not ``low`` if ``above``.
+        whole: no fractions.
+    """
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+    whole: bool = False
+
+    @property
+    def metavar(self) -> str:
+        return "N"
+
+    def __str__(self) -> str:
+        what = "a whole number" if self.whole else "a number"
+        low, high = _plain(self.low), _plain(self.high)
+        if self.above:
+            return f"{what} above {low}" + (f", at most {high}" if self.high < math.inf else "")
+        return f"{what} from {low} to {high}" if self.high < math.inf else f"{what}, at least {low}"
+
+    def of_text(self, text: str) -> int | float:
+        try:
+            value = int(text) if self.whole else float(text)
+        except ValueError:
+            _refuse(self, text)
+        return self.of_value(value)
+
+    def of_value(self, value: object) -> int | float:
+        # A bool is an int to Python, and no number to who writes a file.
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            _refuse(self, value)
+        above = value > self.low if self.above else value >= self.low
+        if not (above and value <= min(self.high, sys.float_info.max)):  # nor is NaN above anything
+            _refuse(self, value)
+        if self.whole and not isinstance(value, int):
+            _refuse(self, value)
+        return value if self.whole else float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One line of text; empty where the setting may be off."""
+
+    metavar: str = "TEXT"
+    may_be_empty: bool = True
+
+    def __str__(self) -> str:
+        return "printable text" if self.may_be_empty else "printable text, not empty"
+
+    def of_text(self, text: str) -> str:
+        return self.of_value(text)
+
+    def of_value(self, value: object) -> str:
+        if not isinstance(value, str) or not value.isprintable():
+            _refuse(self, value)
+        if not value and not self.may_be_empty:
+            _refuse(self, value)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of some names."""
+
+    names: tuple[str, ...]
+
+    @property
+    def metavar(self) -> str:
+        return "|".join(self.names)
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.names)}"
+
+    def of_text(self, text: str) -> str:
+        return self.of_value(text)
+
+    def of_value(self, value: object) -> str:
+        if not isinstance(value, str) or value not in self.names:
+            _refuse(self, value)
+        return value
+
+
+def _plain(number: float) -> str:
+    return str(int(number)) if float(number).is_integer() else f"{number:g}"
+
+
+def _refuse(kind: Kind, value: object) -> NoReturn:
+    raise ConfigError(f"expected {kind}, got {_SHORT.repr(value)}")
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 80
