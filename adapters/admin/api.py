@@ -151,7 +151,8 @@ class Api:
     async def chunks(self, request: Request) -> Response:
         """A page; ``next`` is where the next one begins, None behind the last.
 
-        Chunks that go between two pages move those behind them up, so that a page may leave some out.
+        Chunks that come or go between two pages move those behind them, so that some are left out or
+        come twice.
         """
         limit = _number(request, "limit", 100, least=1, most=PAGE)
         first = _number(request, "after", 0, least=0, most=1 << 40)

@@ -30,7 +30,7 @@ def test_ready_follows_what_the_server_does(rig):
         assert rig.get("/health") == {"status": "ok"}, "it lives all the same"
 
 
-def test_fault_i_a_busy_server_is_alive_and_not_ready(rig, monkeypatch):
+def test_fault_e08_a_busy_server_is_alive_and_not_ready(rig, monkeypatch):
     """While its thread stands still, health answers at once and everything else within its bound."""
     monkeypatch.setattr(api, "LOOK_TIMEOUT", 0.2)
     monkeypatch.setattr(api, "CHANGE_TIMEOUT", 0.2)
