@@ -162,6 +162,20 @@ METRICS: tuple[Told, ...] = (
             (("writing",), now.stats["writing"]),
         ],
     ),
+    _stat("pins", "pins", "Pins that keep chunks."),
+    _stat("pinned_bytes", "pinned_bytes", "Bytes of slots that pins keep."),
+    Told(
+        "tenant_used_bytes",
+        "Bytes of slots that a tenant with a quota uses.",
+        ("tenant",),
+        lambda now: [((name,), use.used_bytes) for name, use in now.quotas.items()],
+    ),
+    Told(
+        "tenant_quota_bytes",
+        "Bytes of slots that a tenant may use.",
+        ("tenant",),
+        lambda now: [((name,), use.quota_bytes) for name, use in now.quotas.items()],
+    ),
     Told(
         "tier_used_bytes",
         "Bytes used, headers included; of tiers that know it.",

@@ -16,7 +16,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from lmcache_kernels.errors import ConfigError
 
 from .access import Access
-from .api import SERVING, Api, json_response
+from .asking import json_response
+from .changes import Changes
+from .looks import SERVING, Looks
 
 if TYPE_CHECKING:
     import asyncio
@@ -52,7 +54,7 @@ class AdminServer:
         port: 0 takes any free one.
         token: that changes need, and reads from elsewhere.
         loop, service: of the cache server.
-        phase, config, reload: see :class:`~.api.Api`.
+        phase, config: see :class:`~.looks.Looks`; ``reload``: see :class:`~.changes.Changes`.
 
     Attributes:
         endpoint: where it listens, such as ``http://127.0.0.1:8080``.
@@ -75,9 +77,10 @@ class AdminServer:
         reload: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         access = Access(host, token)
-        api = Api(loop, service, phase=phase, config=config, reload=reload)
+        looks = Looks(loop, service, phase, config)
+        changes = Changes(loop, service, reload)
         app = Starlette(
-            routes=api.routes(),
+            routes=[*looks.routes(), *changes.routes()],
             exception_handlers={HTTPException: _refused, Exception: _failed},
         )
         app.router.redirect_slashes = False

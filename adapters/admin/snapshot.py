@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from lmcache_kernels.transfer.messages import Reply, Request
+    from lmcache_kernels.transfer.serving.accounts import QuotaUse
     from lmcache_kernels.transfer.serving.known_workers import WorkerState
     from lmcache_kernels.transfer.serving.request_log import RequestLog, Served, SlowRequest
     from lmcache_kernels.transfer.serving.service import CacheService
@@ -84,6 +85,7 @@ class Snapshot:
     chunk_tokens: int
     stats: dict[str, int]
     tiers: list[TierState]
+    quotas: dict[str, QuotaUse]
     workers: list[WorkerState]
     waiting: int
     served: list[Served]
@@ -109,6 +111,7 @@ def take(loop: Loop, service: CacheService, started: float, asked: float) -> Sna
         chunk_tokens=service.chunk_tokens,
         stats=stats,
         tiers=_tiers(stats, service.tier_stats()),
+        quotas=service.quotas(),
         workers=service.workers(now),
         waiting=loop.waiting,
         served=loop.requests.served(),

@@ -31,6 +31,8 @@ def status_of(snapshot: Snapshot, phase: str) -> dict[str, Any]:
         "loads": _transfers(stats, "loads", "loaded"),
         "evicted": {"chunks": stats["evicted"], "bytes": stats["evicted_bytes"]},
         "lost_chunks": {name: stats[name] for name in ("cleared", "discarded", "damaged")},
+        "pins": {"count": stats["pins"], "bytes": stats["pinned_bytes"]},
+        "quotas": {tenant: use._asdict() for tenant, use in snapshot.quotas.items()},
         "under_way": {
             "leases": stats["leases"],
             "stores": stats["writes"],

@@ -8,7 +8,7 @@ import pytest
 from adminkit import CHUNK_BYTES, CHUNK_TOKENS, SHARD, TOKEN, WAIT, AdminRig, digests
 
 from lmcache_kernels import __version__
-from lmcache_kernels.adapters.admin import api
+from lmcache_kernels.adapters.admin import asking, looks
 from lmcache_kernels.adapters.admin.server import AdminServer
 from lmcache_kernels.errors import ConfigError
 from lmcache_kernels.transfer.messages import Cleared, Lookup, PrepareStore
@@ -32,8 +32,8 @@ def test_ready_follows_what_the_server_does(rig):
 
 def test_fault_e08_a_busy_server_is_alive_and_not_ready(rig, monkeypatch):
     """While its thread stands still, health answers at once and everything else within its bound."""
-    monkeypatch.setattr(api, "LOOK_TIMEOUT", 0.2)
-    monkeypatch.setattr(api, "CHANGE_TIMEOUT", 0.2)
+    monkeypatch.setattr(asking, "LOOK_TIMEOUT", 0.2)
+    monkeypatch.setattr(asking, "CHANGE_TIMEOUT", 0.2)
     leave = rig.block()
     try:
         assert rig.http("GET", "/health", timeout=1.0)[0] == 200
@@ -137,8 +137,8 @@ def test_chunks_page_by_page(rig):
 
 
 def test_chunks_of_one_shard_and_how_much_of_the_table_one_answer_looks_at(rig, monkeypatch):
-    monkeypatch.setattr(api, "PAGE", 4)
-    monkeypatch.setattr(api, "MOST_LOOKS", 3)
+    monkeypatch.setattr(looks, "PAGE", 4)
+    monkeypatch.setattr(looks, "MOST_LOOKS", 3)
     rig.register()
     rig.store(0, 14)
     rig.register(1, b"t" * 32)
@@ -284,6 +284,86 @@ def test_reload_calls_what_it_was_given_and_tells_what_was_wrong():
 
 def test_reload_is_not_there_where_nothing_can_be_read_again(rig):
     assert rig.change("POST", "/reload")[0] == 404
+
+
+# --- pins and quotas ------------------------------------------------------------------------------
+
+
+def pin_body(first, last, **changes):
+    names = [number.to_bytes(32, "big").hex() for number in range(first, last)]
+    return {"pin": "p", "shards": [SHARD.hex()], "digests": names, "seconds": 60.0} | changes
+
+
+def test_pinned_chunks_stay_and_pins_are_listed():
+    with AdminRig(chunks=8) as rig:
+        rig.register()
+        rig.store(0, 4)
+        assert rig.change("POST", "/cache/pins", pin_body(0, 6)) == (200, {"pinned": 4})
+        rig.store(10, 18)
+        assert rig.lookup(0, 4) == 4
+        (pin,) = rig.get("/cache/pins")["pins"]
+        assert (pin["pin"], pin["chunks"]) == ("p", 4)
+        assert 0 < pin["seconds_left"] <= 60
+        assert rig.get("/status")["pins"] == {"count": 1, "bytes": 4 * 1536}
+        assert rig.change("DELETE", "/cache/pins/p") == (200, {"unpinned": "p"})
+        assert rig.get("/cache/pins") == {"pins": []}
+        rig.store(20, 28)
+        assert rig.lookup(0, 4) == 0
+        assert rig.change("DELETE", "/cache/pins/never/there")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"seconds": 0}, {"seconds": -1}, {"seconds": 1e9}, {"seconds": "1"}, {"pin": "x" * 600}),
+        *({"shards": []}, {"shards": ["ab"]}, {"digests": ["zz" * 32]}, {"digests": "ab" * 32}),
+        *({"digests": [None]}, {"pin": None}, {"more": 1}),
+    ],
+)
+def test_pins_that_cannot_be_are_400(rig, changes):
+    rig.register()
+    rig.store(0, 2)
+    assert rig.change("POST", "/cache/pins", pin_body(0, 2, **changes))[0] == 400
+    assert rig.get("/cache/pins") == {"pins": []}
+
+
+def test_quotas_are_set_told_and_taken_away(rig):
+    assert rig.get("/quota") == {"default_bytes": None, "tenants": {}}
+    use = {"quota_bytes": 4096, "used_bytes": 0}
+    assert rig.change("PUT", "/quota/team-a", {"bytes": 4096}) == (
+        200,
+        {"tenant": "team-a"} | use,
+    )
+    assert rig.change("PUT", "/quota", {"bytes": 100}) == (200, {"default_bytes": 100})
+    assert rig.get("/quota") == {"default_bytes": 100, "tenants": {"team-a": use}}
+    assert rig.get("/quota/team-a") == {"tenant": "team-a"} | use
+    assert rig.http("GET", "/quota/team-b")[0] == 404
+    now = rig.scrape()
+    assert now[("lmcache_kernels_tenant_quota_bytes", ("tenant", "team-a"))] == 4096
+    assert rig.change("DELETE", "/quota/team-a") == (200, {"tenant": "team-a"})
+    assert rig.change("DELETE", "/quota") == (200, {"default_bytes": None})
+    assert rig.get("/quota") == {"default_bytes": None, "tenants": {}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *(("/quota/a", {"bytes": -1}), ("/quota/a", {"bytes": 1.5}), ("/quota/a", {"bytes": "1"})),
+        *(("/quota/a", {}), ("/quota/a", None), ("/quota", {"bytes": True}), ("/quota/a@b", {"bytes": 1})),
+        *(("/quota/a/b", {"bytes": 1}), ("/quota/" + "x" * 129, {"bytes": 1}), ("/quota/a%00", {"bytes": 1})),
+    ],
+)  # fmt: skip
+def test_quotas_that_cannot_be_are_400(rig, path, body):
+    assert rig.change("PUT", path, body)[0] == 400
+    assert rig.get("/quota") == {"default_bytes": None, "tenants": {}}
+
+
+def test_pins_and_quotas_need_the_token(rig):
+    for method, path in (
+        *(("POST", "/cache/pins"), ("DELETE", "/cache/pins/p"), ("PUT", "/quota/a")),
+        *(("DELETE", "/quota/a"), ("PUT", "/quota"), ("DELETE", "/quota")),
+    ):
+        assert rig.change(method, path, token=None)[0] == 401
 
 
 # --- what is not there ----------------------------------------------------------------------------

@@ -6,7 +6,7 @@ may find a chunk: what nobody can find any more, pins do not keep.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lmcache_kernels.errors import CapacityError, ConfigError
 
@@ -22,6 +22,14 @@ PIN_LIMIT = 0.5
 
 MAX_PINS = 1 << 12
 """More are refused: each keeps a list of its chunks, for days maybe."""
+
+
+class PinState(NamedTuple):
+    """What can be told of a pin: how many ``chunks`` it was made for, and for how long it goes on."""
+
+    pin: str
+    chunks: int
+    seconds_left: float
 
 
 class Pins:
@@ -81,6 +89,12 @@ class Pins:
             self._pins[pin] = pinned
             self._ends.put(pin, end)
         return count
+
+    def states(self, now: float) -> list[PinState]:
+        """Of all pins, by name."""
+        return sorted(
+            PinState(pin, len(self._pins[pin]), end - now) for pin, end in self._ends.items()
+        )
 
     def end(self, pin: str) -> None:
         """Let go of what only this pin holds; unknown names are fine."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 K = TypeVar("K")
 R = TypeVar("R", float, tuple[float, str])
@@ -36,6 +39,10 @@ class Ranking(Generic[K, R]):
 
     def discard(self, key: K) -> None:
         self._ranks.pop(key, None)
+
+    def items(self) -> Iterator[tuple[K, R]]:
+        """All of them with their ranks, in no order."""
+        return ((key, rank) for key, (rank, _) in self._ranks.items())
 
     def lowest(self) -> tuple[K, R] | None:
         """The one of the lowest rank, of equals the one whose rank is the oldest; None if empty."""

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from .eviction import Eviction
     from .known_workers import WorkerState
     from .later import Later
+    from .pins import PinState
     from .quotas import Quotas
     from .tier import Tier
 
@@ -313,7 +314,7 @@ class CacheService:
             "waiting_stores": 0 if self._tiers is None else self._tiers.waiting,
         }
 
-    # --- quotas -----------------------------------------------------------------------------------
+    # --- quotas and pins --------------------------------------------------------------------------
 
     def set_quota(self, tenant: str | None, nbytes: int | None) -> None:
         """See :meth:`.store.ChunkStore.set_quota`."""
@@ -322,6 +323,15 @@ class CacheService:
     def quotas(self) -> dict[str, QuotaUse]:
         """See :meth:`.store.ChunkStore.quotas`."""
         return self._store.quotas()
+
+    @property
+    def default_quota(self) -> int | None:
+        """See :attr:`.store.ChunkStore.default_quota`."""
+        return self._store.default_quota
+
+    def pins(self, now: float) -> list[PinState]:
+        """All there are, by name."""
+        return self._store.pins(now)
 
     # --- connection -------------------------------------------------------------------------------
 

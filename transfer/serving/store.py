@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from .accounts import QuotaUse
     from .chunk_table import Chunk, ChunkKey, ChunkState
+    from .pins import PinState
 
 TIERS = -(1 << 62)
 """Owners up to this one are no workers but tiers below the arena."""
@@ -235,6 +236,11 @@ class ChunkStore:
         """End the pin if there is one of that name."""
         self._pins.end(pin)
 
+    def pins(self, now: float) -> list[PinState]:
+        """All there are, by name."""
+        self.tick(now)
+        return self._pins.states(now)
+
     # --- reading ----------------------------------------------------------------------------------
 
     def open_read(self, owner: int, shard: bytes, digests: Sequence[bytes], now: float) -> Reading:
@@ -339,6 +345,11 @@ class ChunkStore:
     def quotas(self) -> dict[str, QuotaUse]:
         """Of every tenant that has a quota of its own, or has one and uses anything."""
         return self._table.accounts.uses()
+
+    @property
+    def default_quota(self) -> int | None:
+        """Of tenants that have none of their own; None: no limit."""
+        return self._table.accounts.quotas.default
 
     # --- housekeeping -----------------------------------------------------------------------------
 
