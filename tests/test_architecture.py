@@ -29,6 +29,7 @@ PURE = [
         "transfer.serving.counters",
         "transfer.serving.request_log",
         "transfer.serving.tier",
+        "transfer.tiering.policies",
     ),
     *("transfer.serving.eviction", "transfer.moving.pieces", "transfer.tiering.breaker"),
     *("transfer.serving.accounts", "transfer.serving.quotas", "transfer.serving.pins"),

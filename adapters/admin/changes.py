@@ -10,7 +10,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from lmcache_kernels.errors import ConfigError
+from lmcache_kernels.errors import ConfigError, KVTransferError
 from lmcache_kernels.transfer.messages import Clear, Cleared, Done, Found, Pin, Unpin
 
 from . import asking
@@ -57,7 +57,7 @@ class Changes:
     Args:
         loop, service: of the server.
         reload: reads the configuration again and returns what has changed, in a thread of its own;
-            raises ConfigError. None: it cannot.
+            raises KVTransferError. None: it cannot.
     """
 
     def __init__(self, loop: Loop, service: CacheService, reload: Reload | None) -> None:
@@ -124,6 +124,8 @@ class Changes:
             settings = await asyncio.wait_for(asyncio.to_thread(self._reload), seconds)
         except ConfigError as error:
             raise HTTPException(400, str(error)) from error
+        except KVTransferError as error:
+            raise HTTPException(503, str(error)) from error
         except asyncio.TimeoutError:
             raise HTTPException(503, f"not over after {seconds:g} s; it goes on") from None
         return json_response(dict(settings))

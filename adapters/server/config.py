@@ -12,9 +12,13 @@ from lmcache_kernels.errors import ConfigError
 from lmcache_kernels.transfer.serving.eviction import POLICIES, Eviction
 from lmcache_kernels.transfer.serving.known_workers import SHORTEST_REAP, Liveness
 from lmcache_kernels.transfer.serving.leases import LEASE_TTL
+from lmcache_kernels.transfer.serving.quotas import Quotas
 from lmcache_kernels.transfer.serving.tickets import READ_TTL, WRITE_TTL
+from lmcache_kernels.transfer.tiering.policies import STORE_POLICIES
 
-from .kinds import Choice, Kind, Number, Text
+from .kinds import Choice, Kind, Number, Several, Text
+
+_QUOTA = Number(0, 1_000_000)
 
 SHORTEST_HOLD = 180.0
 """Seconds below which a slot could go to others while its worker, which waits up to two minutes for a
@@ -91,6 +95,24 @@ class ServerConfig:
     eviction_ratio: float = _setting(
         0.2, Number(0, 1, above=True), "Part of the memory that is freed then.", live=True
     )
+    l2_tier: tuple[str, ...] = _setting(
+        (),
+        Several(Text("URL", may_be_empty=False)),
+        "A tier below the memory, such as file:///var/cache/lmcache-kernels?size_gb=100; several are "
+        "asked in this order. docs/tiers.md lists them.",
+    )
+    l2_store_policy: str = _setting(
+        "all",
+        Choice(STORE_POLICIES),
+        "What goes down to tiers: every chunk that is stored, those that somebody has found, nothing.",
+    )
+    quota: tuple[str, ...] = _setting(
+        (),
+        Several(Text("TENANT=GB", may_be_empty=False)),
+        "Memory in GiB that the chunks of a tenant (in vLLM a cache_salt) may use; *=GB is of every "
+        "tenant without one of its own. Changed over HTTP, it is so until the next reload.",
+        live=True,
+    )
     l1_write_ttl_seconds: float = _setting(
         WRITE_TTL,
         Number(SHORTEST_HOLD),
@@ -135,6 +157,20 @@ class ServerConfig:
         "connected stays so.",
         live=True,
     )
+    http_host: str = _setting(
+        "127.0.0.1",
+        Text("ADDRESS", may_be_empty=False),
+        "Address for metrics and administration: without a token a loopback one.",
+    )
+    http_port: int = _setting(
+        8080,
+        Number(-1, 65535, whole=True),
+        "TCP port for metrics and administration; 0 takes any free one, -1: none. Where the default is "
+        "taken by somebody else the server goes on without.",
+    )
+    admin_token_file: str = _setting(
+        "", Text("FILE"), "Holds the token that changes over HTTP need, 16 characters or more."
+    )
     drain_timeout_seconds: float = _setting(
         20.0,
         Number(0),
@@ -154,7 +190,7 @@ class ServerConfig:
             except ConfigError as error:
                 raise ConfigError(f"{flag_of(name)}: {error}") from error
             object.__setattr__(self, name, value)  # 4 has become 4.0 where a fraction may be
-        _ = self.liveness
+        _ = self.liveness, self.quotas
         if bool(self.curve_secret_key) != bool(self.curve_clients):
             raise ConfigError("--curve-secret-key and --curve-clients: expected both or neither")
 
@@ -171,6 +207,27 @@ class ServerConfig:
         return Liveness.of_options(
             self.worker_reap_timeout_seconds, self.worker_registration_grace_seconds
         )
+
+    @property
+    def quotas(self) -> Quotas:
+        tenants: dict[str, int] = {}
+        default = None
+        for said in self.quota:
+            tenant, equals, text = said.rpartition("=")
+            if not equals:
+                raise ConfigError(f"--quota: expected TENANT=GB, got {said[:80]!r}")
+            try:
+                nbytes = int(_QUOTA.of_text(text) * (1 << 30))
+            except ConfigError as error:
+                raise ConfigError(f"--quota {tenant[:80]}: {error}") from error
+            if tenant == "*":
+                default = nbytes
+            else:
+                tenants[tenant] = nbytes
+        try:
+            return Quotas(tenants, default)
+        except ConfigError as error:
+            raise ConfigError(f"--quota: {error}") from error
 
 
 SETTINGS: dict[str, Setting] = {one.name: one.metadata["is"] for one in fields(ServerConfig)}

@@ -73,7 +73,7 @@ class Control:
             self.reload.in_background()
 
     def _apply(self, config: ServerConfig, keys: ServerKeys | None) -> None:
-        self._service.change(config.eviction, config.liveness)
+        self._service.change(config.eviction, config.liveness, config.quotas)
         self.drain.timeout = config.drain_timeout_seconds
         self._log.change(config.log_format, config.log_level)
         if keys is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 from lmcache_kernels.errors import ConfigError
 
 from .config import SETTINGS, flag_of
+from .kinds import Several
 from .sources import ENVIRONMENT_PREFIX, FILE_VARIABLE, Sources
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
             flag_of(name),
             metavar=setting.kind.metavar,
             default=argparse.SUPPRESS,
+            action="append" if isinstance(setting.kind, Several) else "store",
             help=described(setting).replace("%", "%%"),
         )
     return parser
@@ -81,7 +83,15 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 def flags_of(config: ServerConfig, names: Iterable[str]) -> list[str]:
     """Arguments that give these settings the values that they have here."""
-    return [f"{flag_of(name)}={getattr(config, name)}" for name in names]
+    return [
+        f"{flag_of(name)}={value}"
+        for name in names
+        for value in (
+            getattr(config, name)
+            if isinstance(SETTINGS[name].kind, Several)
+            else [getattr(config, name)]
+        )
+    ]
 
 
 def described(setting: Setting) -> str:

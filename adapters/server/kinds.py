@@ -123,6 +123,29 @@ class Choice:
         return value
 
 
+@dataclass(frozen=True, slots=True)
+class Several:
+    """Any number of values of a kind: a flag that is given again, a list in a file, and in the
+    environment what is between blanks."""
+
+    kind: Kind
+
+    @property
+    def metavar(self) -> str:
+        return self.kind.metavar
+
+    def __str__(self) -> str:
+        return f"a list, each of it {self.kind}"
+
+    def of_text(self, text: str) -> tuple[Any, ...]:
+        return tuple(self.kind.of_text(part) for part in text.split())
+
+    def of_value(self, value: object) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple):
+            _refuse(self, value)
+        return tuple(self.kind.of_value(part) for part in value)
+
+
 def _plain(number: float) -> str:
     return str(int(number)) if float(number).is_integer() else f"{number:g}"
 

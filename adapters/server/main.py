@@ -16,6 +16,7 @@ from lmcache_kernels.transfer.memory.arena import Arena
 from lmcache_kernels.transfer.serving.service import CacheService
 
 from . import systemd
+from .administration import administration
 from .collector import young_collections_only
 from .control import Control, server_keys
 from .flags import parse
@@ -25,6 +26,8 @@ from .sources import Effective, Sources
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from lmcache_kernels.transfer.serving.tier import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +83,7 @@ def serve(
     keys = server_keys(config)
     host = f"[{config.host}]" if ":" in config.host else config.host
     incarnation = secrets.token_hex(16)
+    tiers = [_open_tier(url) for url in config.l2_tier]
     # The port comes first: a server that is there already explains why there is no memory either.
     with (
         ServerLog(config.log_format, config.log_level) as log,
@@ -99,7 +103,10 @@ def serve(
                 read_ttl=config.l1_read_ttl_seconds,
                 eviction=config.eviction,
                 liveness=config.liveness,
+                quotas=config.quotas,
                 arena=arena,
+                tiers=tiers,
+                tier_store_policy=config.l2_store_policy,
                 wake=loop.wake,
             )
             control = Control(loop, service, log, effective, sources, keys)
@@ -113,10 +120,11 @@ def serve(
             ready = READY_LINE.format(
                 url=loop.endpoint, name=arena.name, size=arena.nbytes, chunk=config.chunk_size
             )
-            sys.stdout.write(f"{ready}\n")
-            sys.stdout.flush()
-            systemd.notify(systemd.READY)
-            loop.run(control.drain)
+            with administration(effective, loop, service, control):
+                sys.stdout.write(f"{ready}\n")
+                sys.stdout.flush()
+                systemd.notify(systemd.READY)
+                loop.run(control.drain)
             service.close()
         finally:
             arena.close()
@@ -124,3 +132,9 @@ def serve(
         logger.info(
             "stopped; %s", ", ".join(f"{name} {count}" for name, count in stats.items() if count)
         )
+
+
+def _open_tier(url: str) -> Tier:
+    from lmcache_kernels.adapters.tiers.opening import open_tier
+
+    return open_tier(url)

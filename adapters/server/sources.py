@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from lmcache_kernels.errors import ConfigError
 
 from .config import SETTINGS, ServerConfig, flag_of, key_of
 from .files import read_file
+from .kinds import Several
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +26,8 @@ ENVIRONMENT_PREFIX = "LMCACHE_KERNELS_SERVE_"
 
 FILE_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 """Names the file where the flag ``--config`` does not."""
+
+_CREDENTIALS = re.compile(r"//[^/@\s\"]*@")
 
 DEFAULT = "default"
 """Origin of what nobody has set."""
@@ -55,12 +59,12 @@ class Sources:
     """What was said when the server was started; :meth:`read` again for what the file says now.
 
     Attributes:
-        flags: by the names of the settings, as text.
+        flags: by the names of the settings, as text, or as texts where there may be several.
         environment: variables of the process; others than ours are left alone.
         file: its suffix says what it is: ``.toml``, ``.yaml`` or ``.yml``.
     """
 
-    flags: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     file: Path | None = None
 
@@ -92,9 +96,14 @@ class Sources:
             if ours and text:  # empty is how a variable is unset where it cannot be removed
                 name = _known(variable, variable_of, variable)
                 yield name, _taken(SETTINGS[name].kind.of_text, text, variable), variable
-        for name, text in self.flags.items():
+        for name, said in self.flags.items():
             origin = flag_of(name)
-            yield name, _taken(SETTINGS[name].kind.of_text, text, origin), origin
+            kind = SETTINGS[name].kind
+            if isinstance(kind, Several):
+                texts = [said] if isinstance(said, str) else said
+                yield name, tuple(_taken(kind.kind.of_text, one, origin) for one in texts), origin
+            else:
+                yield name, _taken(kind.of_text, said, origin), origin
 
 
 def variable_of(name: str) -> str:
@@ -103,8 +112,8 @@ def variable_of(name: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A setting's value as a TOML file has it."""
-    return json.dumps(value)
+    """A setting's value as a TOML file has it, without user and password of URLs."""
+    return _CREDENTIALS.sub("//***@", json.dumps(value))
 
 
 def _known(said: str, spelled: Callable[[str], str], origin: str) -> str:

@@ -57,7 +57,7 @@ def spawn_server(
 ) -> Iterator[ServerProcess]:
     """Run a server while the context lasts; then it ends at once, without waiting for anybody.
 
-    The server holds one end of a pipe and stops by itself when this process has ended, however
+    It has no HTTP side unless ``http_port`` is set. The server holds one end of a pipe and stops by itself when this process has ended, however
     that happened. Nothing is taken from ``LMCACHE_KERNELS_SERVE_*`` in the environment.
 
     Args:
@@ -69,7 +69,7 @@ def spawn_server(
         ConfigError: a setting that cannot work, or it could not start, with what it said.
         TransferTimeout: it was not ready after ``startup_timeout`` seconds.
     """
-    chosen = {"drain_timeout_seconds": 0.0, **settings}
+    chosen = {"drain_timeout_seconds": 0.0, "http_port": -1, **settings}
     chosen |= {"host": host, "port": port, "l1_size_gb": size_gb, "chunk_size": chunk_size}
     config = ServerConfig(**chosen)
     command = [sys.executable, "-m", "lmcache_kernels.adapters.server", "--stop-on-eof"]

@@ -73,7 +73,16 @@ class LoggedServer:
 @contextmanager
 def logged_server(*arguments: str, environment: dict[str, str] | None = None):
     """Run ``python -m lmcache_kernels.adapters.server`` on a free port; killed if it still runs."""
-    command = [*MODULE, "--port", "0", "--l1-size-gb", str(SIZE_GB), *arguments]
+    command = [
+        *MODULE,
+        "--port",
+        "0",
+        "--http-port",
+        "-1",
+        "--l1-size-gb",
+        str(SIZE_GB),
+        *arguments,
+    ]
     process = subprocess.Popen(
         command,
         env=os.environ | (environment or {}),

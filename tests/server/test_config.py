@@ -28,6 +28,7 @@ from lmcache_kernels.adapters.server.sources import (
 from lmcache_kernels.errors import ConfigError
 from lmcache_kernels.transfer.serving.eviction import Eviction
 from lmcache_kernels.transfer.serving.known_workers import Liveness
+from lmcache_kernels.transfer.serving.quotas import Quotas
 
 OTHERS = {
     "host": ("127.0.0.2", "127.0.0.3", "::1"),
@@ -37,6 +38,9 @@ OTHERS = {
     "eviction_policy": ("s3fifo", "lru", "s3fifo"),
     "eviction_trigger_watermark": (0.5, 0.25, 0.75),
     "eviction_ratio": (0.5, 0.25, 1.0),
+    "l2_tier": (("file:///a", "file:///b"), ("file:///c",), ("file:///d?size_gb=1", "file:///e")),
+    "l2_store_policy": ("found", "none", "found"),
+    "quota": (("a=1", "*=2"), ("b=0.5",), ("=1", "c=0")),
     "l1_write_ttl_seconds": (180.0, 200.0, 1e6),
     "l1_read_ttl_seconds": (181.0, 200.0, 1e6),
     "session_ttl_seconds": (1.0, 2.5, 3.0),
@@ -44,6 +48,9 @@ OTHERS = {
     "worker_registration_grace_seconds": (120.0, 700.0, 800.0),
     "curve_secret_key": ("a", "b c", 'd"\\'),
     "curve_clients": ("a", "b c", "d"),
+    "http_host": ("127.0.0.2", "127.0.0.3", "::1"),
+    "http_port": (-1, 0, 65535),
+    "admin_token_file": ("a", "b c", "d"),
     "drain_timeout_seconds": (0.0, 0.5, 10.0),
     "log_format": ("json", "text", "json"),
     "log_level": ("debug", "error", "warning"),
@@ -52,6 +59,11 @@ OTHERS = {
 
 PAIR = {"curve_secret_key": "curve_clients", "curve_clients": "curve_secret_key"}
 """Settings that go together."""
+
+
+def said(value):
+    """As an environment variable has it."""
+    return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def read(*arguments, environment=None):
@@ -92,7 +104,7 @@ def test_every_setting_says_what_it_is_and_takes_its_default():
         value = setting.kind.of_value(setting.default)
         assert (value, type(value)) == (setting.default, type(setting.default)), name
         assert getattr(config, name) == setting.default
-        assert setting.kind.of_text(str(setting.default)) == setting.default
+        assert setting.kind.of_text(said(setting.default)) == setting.default
 
 
 def test_settings_are_what_the_parts_of_a_server_take():
@@ -114,6 +126,20 @@ def test_whole_numbers_become_fractions_where_those_are_allowed():
     assert type(ServerConfig(l1_size_gb=4).l1_size_gb) is float
     with pytest.raises(ConfigError, match=r"--port: expected a whole number .*, got 1\.0"):
         ServerConfig(port=1.0)
+
+
+def test_quotas_are_what_the_store_takes():
+    config = ServerConfig(quota=["a=1", "=0.5", "x=y=2", "*=3"])
+    assert config.quotas == Quotas({"a": 1 << 30, "": 1 << 29, "x=y": 2 << 30}, 3 << 30)
+    assert ServerConfig().quotas == Quotas()
+
+
+def test_no_password_is_shown(capsys):
+    url = "valkey://user:hunter2@127.0.0.1:6379/0?prefix=p"
+    run(["--l2-tier", url, "--print-config"], "serve")
+    printed = capsys.readouterr().out
+    assert "hunter2" not in printed
+    assert 'l2-tier = ["valkey://***@127.0.0.1:6379/0?prefix=p"]' in printed
 
 
 def test_settings_do_not_change():
@@ -191,26 +217,27 @@ def test_a_flag_wins_over_the_environment_that_over_the_file_that_over_the_defau
     in_file, in_environment, in_flag = OTHERS[name]
     dump = {
         ".toml": lambda key, it: f"{key} = {shown(it)}\n",
-        ".yaml": lambda k, v: yaml.dump({k: v}),
+        ".yaml": lambda k, v: yaml.dump({k: list(v) if isinstance(v, tuple) else v}),
     }
     text = dump[suffix](key_of(name), in_file)
-    said = []
+    also = []
     if name in PAIR:
-        said = [f"{flag_of(PAIR[name])}=x"]
+        also = [f"{flag_of(PAIR[name])}=x"]
     path = file(text, suffix)
-    flag = [f"{flag_of(name)}={in_flag}", *said]
-    variable = {variable_of(name): str(in_environment)}
+    each = in_flag if isinstance(in_flag, tuple) else [in_flag]
+    flag = [*(f"{flag_of(name)}={one}" for one in each), *also]
+    variable = {variable_of(name): said(in_environment)}
     default = read()
     assert (getattr(default.config, name), default.origin(name)) == (
         SETTINGS[name].default,
         DEFAULT,
     )
-    of_file = read("--config", str(path), *said)
+    of_file = read("--config", str(path), *also)
     assert (getattr(of_file.config, name), of_file.origin(name)) == (
         in_file,
         f"{path}: {key_of(name)}",
     )
-    of_variable = read("--config", str(path), *said, environment=variable)
+    of_variable = read("--config", str(path), *also, environment=variable)
     assert getattr(of_variable.config, name) == in_environment
     assert of_variable.origin(name) == variable_of(name)
     of_flag = read("--config", str(path), *flag, environment=variable)
@@ -267,6 +294,12 @@ def test_the_last_of_two_flags_counts():
         (["--log-level", "loud"], "--log-level: expected one of debug, info, warning, error"),
         (["--log-format", "xml"], "--log-format: expected one of text, json, got 'xml'"),
         (["--curve-clients", "x"], "expected both or neither (from --curve-clients)"),
+        (["--http-port", "-2"], "--http-port: expected a whole number from -1 to 65535"),
+        (["--l2-tier", ""], "--l2-tier: expected printable text, not empty"),
+        (["--l2-store-policy", "some"], "--l2-store-policy: expected one of all, found, none"),
+        (["--quota", "a"], "--quota: expected TENANT=GB, got 'a' (from --quota)"),
+        (["--quota", "a=x"], "--quota a: expected a number from 0 to 1000000, got 'x'"),
+        (["--quota", "a/b=1"], "expected a tenant of at most 128 printable characters"),
         (["--host", "a\nb"], "--host: expected printable text"),
     ],
 )

@@ -36,6 +36,7 @@ from lmcache_kernels.transfer.messages import (
 SIZE_GB = 0.01
 SHM = Path("/dev/shm")
 SERVER = [sys.executable, "-m", "lmcache_kernels.adapters.server", "--l1-size-gb", str(SIZE_GB)]
+SERVER += ["--http-port", "-1"]
 
 
 def register(instance):
@@ -119,7 +120,7 @@ def test_signals_are_handed_back(monkeypatch, capsys):
 
     Arena_create = Arena.create
     monkeypatch.setattr(server_main.Arena, "create", create)
-    serve(Effective(ServerConfig(l1_size_gb=SIZE_GB, port=0)))
+    serve(Effective(ServerConfig(l1_size_gb=SIZE_GB, port=0, http_port=-1)))
     assert "serving tcp://127.0.0.1:" in capsys.readouterr().out
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     assert not (SHM / made[0].name).exists()
@@ -153,7 +154,7 @@ def test_a_failure_after_the_arena_was_made_removes_it(monkeypatch):
     monkeypatch.setattr(server_main.Arena, "create", recorded)
     monkeypatch.setattr(server_main, "CacheService", refuse)
     with pytest.raises(ConfigError, match="no service today"):
-        serve(Effective(ServerConfig(l1_size_gb=SIZE_GB, port=0)))
+        serve(Effective(ServerConfig(l1_size_gb=SIZE_GB, port=0, http_port=-1)))
     assert len(made) == 1
     assert not (SHM / made[0].name).exists()
 

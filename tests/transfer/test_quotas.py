@@ -254,7 +254,7 @@ def test_tenants_that_come_and_go_leave_nothing_behind(default, full) -> None:
     assert not accounts._over
     assert not accounts.quotas.tenants
     gc.collect()
-    alive = [one for one in gc.get_objects() if isinstance(one, Account)]
+    alive = [one for one in gc.get_objects() if type(one) is Account]
     assert sum(one in accounts._accounts.values() for one in alive) == len(accounts._accounts)
     cache.store.clear([], 0)
     assert not accounts._accounts

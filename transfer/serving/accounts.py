@@ -117,11 +117,20 @@ class Accounts:
         Raises:
             ConfigError: no tenant's name, or a quota below 0; nothing has changed.
         """
-        self.quotas = self.quotas.changed(tenant, nbytes)
+        quotas = self.quotas.changed(tenant, nbytes)
         if tenant is None:
-            accounts = list(self._accounts.values())
+            self.change(quotas)
         else:
-            accounts = [self._accounts[tenant]] if tenant in self._accounts else []
+            self.quotas = quotas
+            self._apply([self._accounts[tenant]] if tenant in self._accounts else [])
+
+    def change(self, quotas: Quotas) -> None:
+        """These in place of those so far. Costs what a change of the default does."""
+        self.quotas = quotas
+        self._apply(list(self._accounts.values()))
+
+    def _apply(self, accounts: Sequence[Account]) -> None:
+        """The quotas as they are now to these."""
         moving = []
         for account in accounts:
             before, account.quota = account.quota, self.quotas.of(account.tenant)

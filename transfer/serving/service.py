@@ -97,7 +97,7 @@ class CacheService:
         pin_limit: part of the arena that all pins together may hold.
         arena: the arena, if this process copies for workers that want it to, or from and to tiers.
         tiers: below the arena, in the order in which they are asked; closed with the service.
-        tier_store_policy: what goes down to them, one of :data:`.tiers.STORE_POLICIES`.
+        tier_store_policy: what goes down to them, one of :data:`.policies.STORE_POLICIES`.
         wake: called, from any thread, when :meth:`finished` has something to do.
 
     Raises:
@@ -253,9 +253,10 @@ class CacheService:
         if self._tiers is not None:
             self._tiers.tick(now)
 
-    def change(self, eviction: Eviction, liveness: Liveness) -> None:
+    def change(self, eviction: Eviction, liveness: Liveness, quotas: Quotas) -> None:
         """Other limits from now on; the eviction policy stays what it is."""
         self._store.change(eviction.watermark, eviction.ratio)
+        self._store.change_quotas(quotas)
         self._workers.change(liveness)
 
     def under_way(self) -> dict[str, int]:

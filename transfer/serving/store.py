@@ -342,6 +342,10 @@ class ChunkStore:
         """
         self._table.accounts.set_quota(tenant, nbytes)
 
+    def change_quotas(self, quotas: Quotas) -> None:
+        """All at once; see :meth:`set_quota`."""
+        self._table.accounts.change(quotas)
+
     def quotas(self) -> dict[str, QuotaUse]:
         """Of every tenant that has a quota of its own, or has one and uses anything."""
         return self._table.accounts.uses()

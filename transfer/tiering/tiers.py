@@ -12,6 +12,7 @@ from lmcache_kernels.errors import ConfigError
 
 from .link import TierLink
 from .loading import LOADER, TierLoads
+from .policies import STORE_POLICIES
 from .writing_back import WriteBack
 
 if TYPE_CHECKING:
@@ -31,9 +32,6 @@ logger = logging.getLogger(__name__)
 
 MOST_SENT = 1 << 16
 """Names of chunks that are remembered as sent; of others a tier is asked again whether it has them."""
-
-STORE_POLICIES = ("all", "found", "none")
-"""What goes down: every chunk that is stored; those that somebody has found; nothing."""
 
 
 @dataclass(eq=False)
@@ -56,7 +54,7 @@ class Tiers:
         store, inbox: the service's.
         arena: where the store's slots are.
         chunk_bytes: of a shard, if somebody is registered for it.
-        store_policy: one of :data:`STORE_POLICIES`.
+        store_policy: one of :data:`~.policies.STORE_POLICIES`.
 
     Raises:
         ConfigError: another policy.
@@ -77,8 +75,13 @@ class Tiers:
                 f"store policy of tiers: expected one of {', '.join(STORE_POLICIES)}, got "
                 f"{store_policy!r}"
             )
-        for tier in tiers:
-            tier.attach(arena.view(0, arena.nbytes))
+        try:
+            for tier in tiers:
+                tier.attach(arena.view(0, arena.nbytes))
+        except BaseException:
+            for tier in tiers:
+                tier.close()
+            raise
         self._inbox = inbox
         self._levels = [
             _Level(TierLink(tier, name, inbox))
