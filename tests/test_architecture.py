@@ -42,6 +42,8 @@ PURE = [
     *("adapters.messaging.wire", "adapters.messaging.session", "adapters.messaging.states"),
     *("adapters.vllm.tracker", "adapters.vllm.config", "adapters.vllm.jobs"),
     *("adapters.vllm.running", "adapters.vllm.tenant"),
+    *("adapters.tiers.settings", "adapters.tiers.sealing", "adapters.tiers.batches"),
+    "adapters.tiers.file_index",
 ]
 IMPURE = {"torch", "triton", "zmq", "threading", "time"}
 """What a pure module loads neither itself nor through another module of ours."""

@@ -161,8 +161,12 @@ class Folders:
         with self._opened_root() as root, _opened(_TEMPORARY, _DIRECTORY, root, True) as descriptor:
             yield descriptor
 
-    def _opened_root(self) -> contextlib.AbstractContextManager[int]:
-        return _opened(self.root, os.O_RDONLY | os.O_DIRECTORY)
+    @contextlib.contextmanager
+    def _opened_root(self) -> Iterator[int]:
+        if not os.path.isdir(self.root):  # not made again: maybe what was mounted there is away
+            raise OSError(errno.ENODEV, "the directory has gone", self.root)
+        with _opened(self.root, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+            yield descriptor
 
 
 @contextlib.contextmanager

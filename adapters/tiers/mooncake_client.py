@@ -16,20 +16,19 @@ What it does (0.3.13), as measured, and what follows from it:
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Any
 
 TRANSFER_BUFFER_BYTES = 1 << 20
 """Of the client's own; nothing goes through it when places are registered."""
 
-_ENVIRONMENT = threading.Lock()
+_SET: dict[str, str] = {}
+"""What is in the environment because of us."""
+
+_SETTING_UP = threading.Lock()
 
 
 def connect(master: tuple[str, int], seconds: int, *, local_hostname: str, **setup: Any) -> Any:
@@ -50,7 +49,8 @@ def connect(master: tuple[str, int], seconds: int, *, local_hostname: str, **set
     from mooncake.store import MooncakeDistributedStore
 
     store = MooncakeDistributedStore()
-    with _environment(seconds):
+    with _SETTING_UP:
+        _bound_waits(seconds)
         code = store.setup(
             {
                 "local_hostname": local,
@@ -69,9 +69,11 @@ def address(memory: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-@contextlib.contextmanager
-def _environment(seconds: int) -> Iterator[None]:
-    """What the client takes from the environment while it is set up; the operator's word goes first."""
+def _bound_waits(seconds: int) -> None:
+    """Say so in the environment, where the client looks for it, some of it not before it transfers.
+
+    What the operator has set stays.
+    """
     values = {
         "MC_STORE_CLIENT_SETUP_RETRIES": 1,
         "MC_RPC_TIMEOUT_MS": seconds * 1000,
@@ -80,11 +82,6 @@ def _environment(seconds: int) -> Iterator[None]:
         "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
         "MC_TCP_ADMISSION_TIMEOUT_MS": seconds * 1000,
     }
-    with _ENVIRONMENT:
-        ours = {name: str(value) for name, value in values.items() if name not in os.environ}
-        os.environ.update(ours)
-        try:
-            yield
-        finally:
-            for name in ours:
-                del os.environ[name]
+    for name, value in values.items():
+        if os.environ.get(name) == _SET.get(name):
+            os.environ[name] = _SET[name] = str(value)

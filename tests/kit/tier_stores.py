@@ -8,6 +8,7 @@ import tempfile
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from servicekit import running_mooncake_master, running_redis, running_redis_cluster
 from tier_rig import Rig
 
@@ -61,12 +62,14 @@ def files():
 
 @contextlib.contextmanager
 def valkey():
+    pytest.importorskip("valkey")
     with running_redis() as service:
         yield Store(service, f"valkey://127.0.0.1:{service.port}", {"timeout_seconds": TIMEOUT})
 
 
 @contextlib.contextmanager
 def valkey_cluster():
+    pytest.importorskip("valkey")
     with running_redis_cluster() as service:
         options = {"timeout_seconds": TIMEOUT, "cluster": 1}
         yield Store(service, f"redis://127.0.0.1:{service.port}", options)

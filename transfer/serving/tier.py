@@ -22,17 +22,23 @@ where they are for the length of the call."""
 class Tier(Protocol):
     """Batched, blocking, for several threads at once.
 
-    Every call ends within a time that the tier is told when it is made, and raises
-    :class:`~lmcache_kernels.errors.TierUnavailable`, never anything else, if the tier as a whole cannot be used.
-    What concerns a single chunk is answered for that chunk. Lists that are returned are as long as
-    ``keys``, which never repeat themselves within a call.
+    Every call ends within a small multiple of a time that the tier is told when it is made; chunks
+    for which there was none left are not there, or not kept. It raises
+    :class:`~lmcache_kernels.errors.TierUnavailable`, never anything else, if the tier as a whole
+    cannot be used, and may work again the next time. What concerns a single chunk is answered for that
+    chunk. Ids that are not 32 bytes long are a :class:`~lmcache_kernels.errors.LocalProtocolError`
+    before anything happens. Lists that are returned are as long as ``keys``, which never repeat
+    themselves within a call.
     """
 
     name: str
     """One short word, for metrics and logs: ``files``, ``valkey``, ``mooncake``."""
 
     def attach(self, arena: memoryview) -> None:
-        """All places will lie in here, as long as the tier is open; called once, before the others."""
+        """All places will lie in here, as long as the tier is open; called once, before the others.
+
+        A tier that is away is no error here: the calls that follow are.
+        """
         ...
 
     def exists(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -58,7 +64,10 @@ class Tier(Protocol):
         ...
 
     def clear(self, shards: Sequence[bytes]) -> None:
-        """Forget every chunk of these shards; of any shard if none is named."""
+        """Forget every chunk of these shards; of any shard if none is named.
+
+        May look at all there is, and take as long.
+        """
         ...
 
     def stats(self) -> dict[str, int]:
@@ -66,5 +75,6 @@ class Tier(Protocol):
         ...
 
     def close(self) -> None:
-        """Release everything; bounded, idempotent. Nothing is called afterwards."""
+        """Release everything; bounded, idempotent. Calls under way in other threads end as they can,
+        later ones raise :class:`~lmcache_kernels.errors.TierUnavailable`."""
         ...
