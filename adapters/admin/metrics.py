@@ -235,6 +235,12 @@ METRICS: tuple[Told, ...] = (
         _outcomes,
     ),
     Told(
+        "internal_errors_total",
+        "Requests that met a bug in the server, and other work that did.",
+        (),
+        lambda now: [((), now.internal_errors)],
+    ),
+    Told(
         "requests_waiting",
         "Requests whose reply comes later: copies that the server makes, lookups that wait for tiers.",
         (),

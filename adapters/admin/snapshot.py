@@ -24,6 +24,7 @@ T = TypeVar("T")
 class LoopCounters(Protocol):
     """See :class:`~lmcache_kernels.adapters.messaging.server.ServerCounters`."""
 
+    failures: int
     malformed: int
     undelivered: int
     busy_seconds: float
@@ -90,6 +91,7 @@ class Snapshot:
     waiting: int
     served: list[Served]
     slowest: list[SlowRequest]
+    internal_errors: int
     malformed: int
     undelivered: int
     busy_seconds: float
@@ -116,6 +118,7 @@ def take(loop: Loop, service: CacheService, started: float, asked: float) -> Sna
         waiting=loop.waiting,
         served=loop.requests.served(),
         slowest=loop.requests.slowest(now),
+        internal_errors=stats["failed"] + loop.counters.failures,
         malformed=loop.counters.malformed,
         undelivered=loop.counters.undelivered,
         busy_seconds=loop.counters.busy_seconds,

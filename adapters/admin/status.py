@@ -71,6 +71,7 @@ def status_of(snapshot: Snapshot, phase: str) -> dict[str, Any]:
         "loop": {
             "busy_seconds": snapshot.busy_seconds,
             "delay_seconds": snapshot.delay,
+            "internal_errors": snapshot.internal_errors,
             "malformed_messages": snapshot.malformed,
             "replies_undelivered": snapshot.undelivered,
         },

@@ -77,6 +77,12 @@ def test_what_is_under_way_and_what_went_wrong(rig):
     assert value(now, "requests_total", operation="lookup", outcome="bad_request") == 1
     assert value(now, "requests_total", operation="commit_retrieve", outcome="unknown_ticket") == 1
     assert value(now, "malformed_messages_total") == 0
+    assert value(now, "internal_errors_total") == 0
+    rig.service._store.lookup = None
+    rig.ask(Lookup(request="r", shards=[SHARD], digests=bytes(32)))
+    now = rig.scrape()
+    assert value(now, "internal_errors_total") == 1
+    assert value(now, "requests_total", operation="lookup", outcome="internal") == 1
 
 
 def test_durations_are_a_histogram_of_what_was_asked(rig):
