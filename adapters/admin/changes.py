@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -18,7 +18,7 @@ from .asking import asked, changed, json_response, name_of
 from .body import body_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from starlette.requests import Request
     from starlette.responses import Response
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from lmcache_kernels.transfer.serving.service import CacheService
 
     from .snapshot import Loop
-
-    Reload = Callable[[], Mapping[str, Any]]
 
 
 class ClearBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,11 +54,13 @@ class Changes:
 
     Args:
         loop, service: of the server.
-        reload: reads the configuration again and returns what has changed, in a thread of its own;
-            raises KVTransferError. None: it cannot.
+        reload: reads the settings again, in a thread of its own, and returns what has changed, as
+            something that JSON can hold; raises KVTransferError. None: it cannot.
     """
 
-    def __init__(self, loop: Loop, service: CacheService, reload: Reload | None) -> None:
+    def __init__(
+        self, loop: Loop, service: CacheService, reload: Callable[[], object] | None
+    ) -> None:
         self._loop = loop
         self._service = service
         self._reload = reload
@@ -121,14 +121,14 @@ class Changes:
             raise HTTPException(404)
         seconds = asking.CHANGE_TIMEOUT
         try:
-            settings = await asyncio.wait_for(asyncio.to_thread(self._reload), seconds)
+            done = await asyncio.wait_for(asyncio.to_thread(self._reload), seconds)
         except ConfigError as error:
             raise HTTPException(400, str(error)) from error
-        except KVTransferError as error:
+        except KVTransferError as error:  # among them one that is a TimeoutError, too
             raise HTTPException(503, str(error)) from error
         except asyncio.TimeoutError:
             raise HTTPException(503, f"not over after {seconds:g} s; it goes on") from None
-        return json_response(dict(settings))
+        return json_response(done)
 
     async def _set_quota(self, request: Request, tenant: str | None) -> None:
         put = request.method == "PUT"

@@ -74,7 +74,7 @@ class AdminServer:
         service: CacheService,
         phase: Callable[[], str] = lambda: SERVING,
         config: Callable[[], Mapping[str, Any]] = dict,
-        reload: Callable[[], Mapping[str, Any]] | None = None,
+        reload: Callable[[], object] | None = None,
     ) -> None:
         access = Access(host, token)
         looks = Looks(loop, service, phase, config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +13,13 @@ from .config import SETTINGS, key_of
 from .sources import DEFAULT, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
     from lmcache_kernels.adapters.messaging.server import CacheServerLoop
     from lmcache_kernels.transfer.serving.service import CacheService
 
     from .control import Control
-    from .reload import Reload
     from .sources import Effective
 
 logger = logging.getLogger(__name__)
@@ -59,7 +57,7 @@ def administration(
             config=lambda: _settings(
                 effective if control.reload is None else control.reload.running
             ),
-            reload=None if control.reload is None else _told(control.reload),
+            reload=control.reload,
         )
     except ConfigError as error:
         if any(effective.origin(name) != DEFAULT for name in ("http_host", "http_port")):
@@ -92,7 +90,3 @@ def _settings(effective: Effective) -> Mapping[str, Any]:
         }
         for name in SETTINGS
     }
-
-
-def _told(reload: Reload) -> Callable[[], Mapping[str, Any]]:
-    return lambda: asdict(reload())

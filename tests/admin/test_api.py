@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 
 import pytest
 from adminkit import CHUNK_BYTES, CHUNK_TOKENS, SHARD, TOKEN, WAIT, AdminRig, digests
@@ -10,7 +11,7 @@ from adminkit import CHUNK_BYTES, CHUNK_TOKENS, SHARD, TOKEN, WAIT, AdminRig, di
 from lmcache_kernels import __version__
 from lmcache_kernels.adapters.admin import asking, looks
 from lmcache_kernels.adapters.admin.server import AdminServer
-from lmcache_kernels.errors import ConfigError
+from lmcache_kernels.errors import ConfigError, TransferTimeout
 from lmcache_kernels.transfer.messages import Cleared, Lookup, PrepareStore
 from lmcache_kernels.transfer.serving.later import Later
 
@@ -258,11 +259,18 @@ def test_a_change_that_comes_later_is_waited_for(rig):
     assert answers == [(200, {"cleared": 3})]
 
 
+@dataclass
+class Reloaded:
+    changed: dict
+
+
 def test_reload_calls_what_it_was_given_and_tells_what_was_wrong():
     outcomes = [
         {"changed": ["log_level"]},
         ConfigError("eviction_ratio: expected at most 1"),
+        TransferTimeout("the server did nothing for 30 s"),
         OSError(),
+        Reloaded({"log-level": ("info", "debug")}),
     ]
 
     def reload():
@@ -277,9 +285,21 @@ def test_reload_calls_what_it_was_given_and_tells_what_was_wrong():
             400,
             {"error": "eviction_ratio: expected at most 1"},
         )
+        assert rig.change("POST", "/reload") == (503, {"error": "the server did nothing for 30 s"})
         status, answer = rig.change("POST", "/reload")
         assert (status, "OSError" in answer["error"]) == (500, True)
         assert rig.change("POST", "/reload", token=None)[0] == 401
+        changed = {"changed": {"log-level": ["info", "debug"]}}
+        assert rig.change("POST", "/reload") == (200, changed)
+
+
+def test_a_reload_that_takes_long_is_answered_all_the_same(monkeypatch):
+    monkeypatch.setattr(asking, "CHANGE_TIMEOUT", 0.1)
+    go_on = threading.Event()
+    with AdminRig(reload=lambda: go_on.wait(WAIT)) as rig:
+        status, answer = rig.change("POST", "/reload")
+        go_on.set()
+        assert (status, "it goes on" in answer["error"]) == (503, True)
 
 
 def test_reload_is_not_there_where_nothing_can_be_read_again(rig):
