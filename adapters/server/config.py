@@ -130,9 +130,8 @@ class ServerConfig:
     curve_clients: str = _setting(
         "",
         Text("DIRECTORY"),
-        "Where the *.key files of those are who may connect. A reload reads it again; who is "
+        "Where the *.key files of those are who may connect. A reload looks for them again; who is "
         "connected stays so.",
-        live=True,
     )
     drain_timeout_seconds: float = _setting(
         20.0,
