@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite(
     *("copy_suite", "mode_suite", "fingerprint_suite", "layout_suite"),
-    *("transfer_suite", "engine_suite", "e2ekit"),
+    *("transfer_suite", "engine_suite", "e2ekit", "tier_rig"),
 )
 
 # How fast this machine generates examples says nothing about the code under test.

@@ -31,13 +31,16 @@ PURE = [
         "transfer.serving.tier",
     ),
     *("transfer.serving.eviction", "transfer.moving.pieces", "transfer.tiering.breaker"),
+    *("transfer.serving.accounts", "transfer.serving.quotas", "transfer.serving.pins"),
+    *("transfer.serving.finding", "transfer.serving.leases", "transfer.serving.tickets"),
+    "transfer.serving.ranking",
     *("transfer.serving.expiring", "transfer.serving.request_checks", "transfer.moving.slice_plan"),
     *("transfer.transfer_mode", "transfer.serving.draining"),
     *("adapters.server.config", "adapters.server.kinds"),
     *("transfer.sharing.descriptors", "transfer.cache_forms", "transfer.serving.later"),
     *("adapters.messaging.wire", "adapters.messaging.session", "adapters.messaging.states"),
     *("adapters.vllm.tracker", "adapters.vllm.config", "adapters.vllm.jobs"),
-    "adapters.vllm.running",
+    *("adapters.vllm.running", "adapters.vllm.tenant"),
 ]
 IMPURE = {"torch", "triton", "zmq", "threading", "time"}
 """What a pure module loads neither itself nor through another module of ours."""

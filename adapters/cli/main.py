@@ -91,6 +91,23 @@ def demo(
 
 
 @app.command()
+def top(
+    url: Annotated[
+        str, typer.Option(help="Where `serve --http-port` listens.")
+    ] = "http://127.0.0.1:8080",
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+    token_file: Annotated[
+        str, typer.Option(help="File with the token, for a server that other machines can reach.")
+    ] = "",
+) -> None:
+    """Show live what a server does: tiers, throughput, hit ratio, workers, slow requests."""
+    from .top import run_top
+
+    raise typer.Exit(run_top(url, interval=interval, once=once, token_file=token_file))
+
+
+@app.command()
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
     calibrate: Annotated[

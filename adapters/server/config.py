@@ -11,7 +11,8 @@ from typing import Any
 from lmcache_kernels.errors import ConfigError
 from lmcache_kernels.transfer.serving.eviction import POLICIES, Eviction
 from lmcache_kernels.transfer.serving.known_workers import SHORTEST_REAP, Liveness
-from lmcache_kernels.transfer.serving.store import LEASE_TTL, READ_TTL, WRITE_TTL
+from lmcache_kernels.transfer.serving.leases import LEASE_TTL
+from lmcache_kernels.transfer.serving.tickets import READ_TTL, WRITE_TTL
 
 from .kinds import Choice, Kind, Number, Text
 

@@ -17,6 +17,7 @@ class StoreJob:
     job_id: int
     digests: list[bytes]
     block_ids: list[list[int]]
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from lmcache_kernels.transfer.messages import Clear, EndSession, Found, Lookup
 
 from .jobs import LoadJob, StepJobs, StepReport, StoreJob
 from .running import RunningJobs
+from .tenant import salt_for_digests, tenant_of
 from .tracker import (
     GroupShape,
     RequestTracker,
@@ -121,11 +122,12 @@ class SchedulerSide:
         if getattr(request, "prompt_embeds", None) is not None or not request.prompt_token_ids:
             return None  # without token ids there is nothing to name the chunks by
         adapter = getattr(request, "lora_request", None)
+        salt = getattr(request, "cache_salt", None) or ""
         root = root_digest(
             model=self._model,
             chunk_tokens=self._config.chunk_size,
             adapter=f"{adapter.lora_name}\n{adapter.lora_path}" if adapter else "",
-            salt=getattr(request, "cache_salt", None) or "",
+            salt=salt_for_digests(salt),
             dtype=self._kv_dtype,
         )
         spans = [
@@ -138,6 +140,7 @@ class SchedulerSide:
             chain=ChunkChain(root, self._config.chunk_size, spans),
             tokens=request.all_token_ids,
             prompt_chunks=len(request.prompt_token_ids) // self._config.chunk_size,
+            tenant=tenant_of(salt),
         )
         self._trackers[request.request_id] = tracker
         return tracker
@@ -298,7 +301,9 @@ class SchedulerSide:
                 ids += more
         job_id = self._running.start(request_id, reads=(block for ids in blocks for block in ids))
         tracker.stores.add(job_id)
-        self._step.stores.append(StoreJob(job_id, [digests[chunk] for chunk in chunks], blocks))
+        self._step.stores.append(
+            StoreJob(job_id, [digests[chunk] for chunk in chunks], blocks, tracker.tenant)
+        )
 
     # --- reports ----------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ class RequestTracker:
         chain: digests of its chunks.
         tokens: all its tokens; a live view that grows.
         prompt_chunks: whole chunks of the prompt; later ones are not stored.
+        tenant: for whom they are stored.
         lookup: the answer on its way, or here.
         leased: a lookup was sent, so the server may hold chunks for us.
         hit_chunks: chunks the server has; None until the lookup was answered.
@@ -50,6 +51,7 @@ class RequestTracker:
     chain: ChunkChain
     tokens: Sequence[int]
     prompt_chunks: int
+    tenant: str = ""
     lookup: Future[Reply] | None = None
     leased: bool = False
     hit_chunks: int | None = None

@@ -99,18 +99,24 @@ class WorkerSide:
             self._follow(self._follows)
 
     def _follow(self, context: EngineDrivenContext) -> None:
-        """Begin the ordered stores, as one, since only one at a time can follow the step."""
+        """Begin the ordered stores, as one, since only one at a time can follow the step.
+
+        One is for one tenant: those of others go when the step is over.
+        """
+        tenant = self._ordered[0].tenant
+        jobs = [job for job in self._ordered if job.tenant == tenant]
         try:
             store = context.submit_layered_store(
-                [digest for job in self._ordered for digest in job.digests],
-                self._joined_pages(self._ordered),
+                [digest for job in jobs for digest in job.digests],
+                self._joined_pages(jobs),
                 self._order,
+                tenant=tenant,
             )
         except Exception as error:  # whatever it was, the plain stores will say
             logger.debug("stores do not go by layers: %s", error)
             return
-        self._stores.update((job.job_id, store) for job in self._ordered)
-        self._ordered = []
+        self._stores.update((job.job_id, store) for job in jobs)
+        self._ordered = [job for job in self._ordered if job.tenant != tenant]
         self._following = FollowingStore(store, self._places)
 
     def _joined_pages(self, jobs: Sequence[StoreJob]) -> list[list[int]]:
@@ -235,7 +241,7 @@ class WorkerSide:
                 continue
             try:
                 self._stores[job.job_id] = self._context.submit_store(
-                    job.digests, self._pages_of(job)
+                    job.digests, self._pages_of(job), tenant=job.tenant
                 )
             except Exception as error:  # whatever it was, not storing is right
                 logger.warning("store %d was refused: %s", job.job_id, error)

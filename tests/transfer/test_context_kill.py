@@ -40,7 +40,8 @@ from lmcache_kernels.transfer.engine_driven import registration
 from lmcache_kernels.transfer.memory.arena import SHM_DIRECTORY, Arena
 from lmcache_kernels.transfer.messages import Ping
 from lmcache_kernels.transfer.serving.known_workers import Liveness
-from lmcache_kernels.transfer.serving.service import LEASE_TTL, CacheService
+from lmcache_kernels.transfer.serving.leases import LEASE_TTL
+from lmcache_kernels.transfer.serving.service import CacheService
 
 DEAD = 7
 """Id of the worker that is killed."""

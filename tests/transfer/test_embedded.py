@@ -31,7 +31,7 @@ from lmcache_kernels.transfer.messages import (
     StoreSlots,
     Welcome,
 )
-from lmcache_kernels.transfer.serving.store import READ_TTL
+from lmcache_kernels.transfer.serving.tickets import READ_TTL
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lmcache_kernels.errors import ConfigError
 from lmcache_kernels.transfer.serving import eviction
+from lmcache_kernels.transfer.serving.accounts import Account, Pool
 from lmcache_kernels.transfer.serving.chunk_table import Chunk
 from lmcache_kernels.transfer.serving.eviction import POLICIES, Eviction, LeastRecentlyUsed, S3Fifo
 from lmcache_kernels.transfer.serving.store import ChunkStore
@@ -29,7 +30,8 @@ def digests(first: int, count: int) -> list[bytes]:
 
 
 def chunk(number: int, hits: int = 0, units: int = 1) -> Chunk:
-    return Chunk((SHARD, digest(number)), number * UNIT, units * UNIT, hits=hits)
+    account = Account("", None, Pool("", LeastRecentlyUsed()))
+    return Chunk((SHARD, digest(number)), number * UNIT, units * UNIT, account, hits=hits)
 
 
 class PolicyMachine(RuleBasedStateMachine):
@@ -68,6 +70,8 @@ class PolicyMachine(RuleBasedStateMachine):
     def counts(self) -> None:
         if hasattr(self, "policy"):
             assert len(self.policy) == len(self.idle)
+            assert self.policy.nbytes == sum(one.slot_bytes for one in self.idle.values())
+            assert {*self.policy} == {*self.idle.values()}
 
     def teardown(self) -> None:
         while hasattr(self, "policy") and self.idle:
@@ -238,7 +242,7 @@ def test_the_watermark_can_be_moved() -> None:
 
 
 def test_others_wait_for_a_bounded_number_of_evictions(monkeypatch) -> None:
-    monkeypatch.setattr("lmcache_kernels.transfer.serving.store.MOST_EVICTED", 3)
+    monkeypatch.setattr("lmcache_kernels.transfer.serving.chunk_table.MOST_EVICTED", 3)
     cache = Cache(ChunkStore(10 * UNIT, eviction=Eviction(watermark=0.5, ratio=1.0)))
     cache.put(digests(0, 10))
     for left in (7, 4, 4):

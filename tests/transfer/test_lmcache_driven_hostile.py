@@ -312,6 +312,14 @@ def test_defect_d26_wrong_transfers_hold_nothing(registered, make, change, code,
     assert registered.ask(load(registered, 3, 4)) == Loaded(chunks=4)
 
 
+@pytest.mark.parametrize("tenant", ["a/b", "a@b", "a\\b", "a\0b", "x" * 129])
+def test_a_tenant_that_cannot_be_stores_nothing(registered, tenant):
+    before = registered.cache.stats()
+    code, text = registered.ask(store(registered, 2, 2, first=4, tenant=tenant))
+    assert (code, "tenant: expected <= 128" in text) == ("bad_request", True)
+    assert registered.cache.stats() == before | {"refused": before["refused"] + 1}
+
+
 def test_wrong_loads_are_refused(registered):
     code, text = registered.ask(load(registered, 2, 4, skip_tokens=-1))
     assert (code, "skip_tokens" in text) == ("bad_request", True)

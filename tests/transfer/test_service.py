@@ -19,6 +19,8 @@ from lmcache_kernels.transfer.messages import (
     ERROR_CODES,
     MAX_CHUNKS,
     MAX_NAME,
+    MAX_PIN_SECONDS,
+    MAX_TENANT,
     PROTOCOL_VERSION,
     REPLY_OF,
     AbortStore,
@@ -35,6 +37,7 @@ from lmcache_kernels.transfer.messages import (
     LoadBlocks,
     LoadSlots,
     Lookup,
+    Pin,
     Ping,
     Pong,
     PrepareRetrieve,
@@ -48,12 +51,14 @@ from lmcache_kernels.transfer.messages import (
     Settle,
     StoreBlocks,
     StoreSlots,
+    Unpin,
     Unregister,
     Welcome,
 )
-from lmcache_kernels.transfer.serving import known_workers
+from lmcache_kernels.transfer.serving import known_workers, pins
 from lmcache_kernels.transfer.serving.eviction import Eviction
 from lmcache_kernels.transfer.serving.known_workers import Liveness
+from lmcache_kernels.transfer.serving.quotas import Quotas
 from lmcache_kernels.transfer.serving.service import CacheService
 
 SHARD, OTHER = b"s" * 32, b"o" * 32
@@ -205,6 +210,90 @@ def test_a_full_arena_makes_room_and_says_how_much(cache: Cache) -> None:
     assert cache.ask(EndSession(request="s")) == Done()
     assert cache.store(1, digests(4, 8)) == 4
     assert cache.lookup(DIGESTS, "t") == 8
+
+
+def test_mp_099_a_lookup_with_windows(cache: Cache) -> None:
+    """Of a windowed group what the end of the hit needs is leased; the worker then reads just that."""
+    cache.register(2, OTHER)
+    cache.store(1, digests(0, 5))
+    cache.store(2, digests(3, 5))
+
+    def ask(shards: list[bytes], windows: list[int]) -> int:
+        found = cache.ask(
+            Lookup(request="r", shards=shards, digests=digests(0, 6), windows=windows)
+        )
+        assert isinstance(found, Found)
+        return found.chunks
+
+    assert ask([SHARD, OTHER], [0, 2]) == 5
+    assert cache.service.stats()["idle"] == 0
+    assert ask([SHARD, OTHER], [2, 2]) == 5
+    assert cache.service.stats()["idle"] == 3
+    assert ask([SHARD, OTHER, OTHER], [0, 1, 2]) == 5
+    assert ask([SHARD, OTHER, OTHER], [0, 1, 3]) == 0, "the same shard again, with other needs"
+    assert ask([SHARD, OTHER], []) == 0
+    assert cache.service.stats()["idle"] == 7
+    load = cache.ask(PrepareRetrieve(instance=2, digests=digests(3, 5)))
+    assert isinstance(load, LoadSlots)
+    assert len(load.offsets) == 2
+    assert cache.service.stats()["idle"] == 5
+    assert cache.ask(CommitRetrieve(instance=2, ticket=load.ticket)) == Done()
+    assert cache.service.stats()["idle"] == 7
+
+
+def test_tenants_have_quotas(cache: Cache) -> None:
+    cache.service.set_quota("a", 3 * SLOT)
+    slots = cache.ask(PrepareStore(instance=1, digests=digests(0, 5), tenant="a"))
+    assert isinstance(slots, StoreSlots)
+    assert slots.indices == [0, 1, 2]
+    assert cache.ask(CommitStore(instance=1, ticket=slots.ticket)) == Done()
+    assert cache.store(1, digests(3, 8)) == 5
+    assert cache.service.quotas() == {"a": (3 * SLOT, 3 * SLOT)}
+    cache.service.set_quota("a", SLOT)
+    cache.service.tick(cache.now)
+    assert cache.service.quotas() == {"a": (SLOT, SLOT)}
+    assert cache.lookup(DIGESTS) == 1
+    with pytest.raises(ConfigError):
+        cache.service.set_quota("a/b", 1)
+
+
+def test_quotas_and_a_limit_of_pins_to_begin_with() -> None:
+    cache = Cache(quotas=Quotas({"a": 0}, default=SLOT), pin_limit=0.25)
+    cache.register(1)
+    for tenant, chunks in (("a", 0), ("b", 1), ("", 5)):
+        slots = cache.ask(PrepareStore(instance=1, digests=digests(0, 6), tenant=tenant))
+        assert isinstance(slots, StoreSlots)
+        assert len(slots.indices) == chunks
+        if chunks:
+            cache.ask(CommitStore(instance=1, ticket=slots.ticket))
+    assert cache.ask(pinning(digests=DIGESTS)) == Found(chunks=2)
+
+
+def test_pinned_chunks_stay_until_the_pin_ends(cache: Cache) -> None:
+    cache.store(1, digests(0, 3))
+    assert cache.ask(pinning(digests=DIGESTS, shards=[SHARD, SHARD], seconds=60.0)) == Found(
+        chunks=3
+    )
+    new = b"".join(bytes([100 + i]) * 32 for i in range(8))
+    assert cache.store(1, new) == 5
+    assert cache.lookup(digests(0, 3)) == 3
+    assert cache.ask(EndSession(request="probe")) == Done()
+    stats = cache.service.stats()
+    assert (stats["pins"], stats["pinned_bytes"]) == (1, 3 * SLOT)
+    cache.now += 60
+    cache.service.tick(cache.now)
+    assert cache.service.stats()["pins"] == 0
+    assert cache.ask(pinning(pin="y")) == Found(chunks=1)
+    assert cache.ask(Unpin(pin="y")) == Done()
+    assert cache.ask(Unpin(pin="y")) == Done()
+    assert cache.service.stats()["pinned_bytes"] == 0
+
+
+def test_pins_without_end_are_refused(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins, "MAX_PINS", 1)
+    cache.store(1, digests(0, 1))
+    assert cache.ask(pinning()) == Found(chunks=1)
+    assert cache.code(pinning(pin="another")) == "busy"
 
 
 # --- workers --------------------------------------------------------------------------------------
@@ -411,6 +500,15 @@ def test_leases_end_by_themselves(cache: Cache) -> None:
 TOO_MANY = bytes(32) * (MAX_CHUNKS + 1)
 
 
+def windowed(windows: list[int]) -> Lookup:
+    return Lookup(request="x", shards=[SHARD], digests=digests(0, 1), windows=windows)
+
+
+def pinning(**changes: object) -> Pin:
+    good = Pin(pin="x", shards=[SHARD], digests=digests(0, 1), seconds=1.0)
+    return msgspec.structs.replace(good, **changes)
+
+
 @pytest.mark.parametrize(
     ("code", "request_"),
     [
@@ -427,7 +525,27 @@ TOO_MANY = bytes(32) * (MAX_CHUNKS + 1)
         ("bad_request", Lookup(request="x", shards=[SHARD, b""], digests=b"")),
         ("bad_request", Lookup(request="x", shards=[SHARD], digests=bytes(33))),
         ("bad_request", Lookup(request="x", shards=[SHARD], digests=TOO_MANY)),
+        ("bad_request", windowed([1, 1])),
+        ("bad_request", windowed([-1])),
+        ("bad_request", windowed([MAX_CHUNKS + 1])),
+        ("bad_request", windowed([1 << 80])),
+        ("bad_request", Lookup(request="x", shards=[], digests=b"", windows=[])),
         ("bad_request", EndSession(request="x" * (MAX_NAME + 1))),
+        ("bad_request", pinning(pin="x" * (MAX_NAME + 1))),
+        ("bad_request", pinning(shards=[])),
+        ("bad_request", pinning(shards=[SHARD, b""])),
+        ("bad_request", pinning(digests=bytes(33))),
+        ("bad_request", pinning(digests=TOO_MANY)),
+        ("bad_request", pinning(seconds=0.0)),
+        ("bad_request", pinning(seconds=-1.0)),
+        ("bad_request", pinning(seconds=math.nan)),
+        ("bad_request", pinning(seconds=math.inf)),
+        ("bad_request", pinning(seconds=MAX_PIN_SECONDS + 1)),
+        ("bad_request", Unpin(pin="x" * (MAX_NAME + 1))),
+        *(
+            ("bad_request", PrepareStore(instance=1, digests=b"", tenant=tenant))
+            for tenant in ("a@b", "a/b", "a\\b", "a\0", "a\n", "x" * (MAX_TENANT + 1), "x" * 10**6)
+        ),
         ("bad_request", Clear(shards=[SHARD, b""])),
         ("bad_request", PrepareStore(instance=1, digests=bytes(31))),
         ("bad_request", PrepareStore(instance=1, digests=TOO_MANY)),
@@ -499,6 +617,7 @@ def fields_of(kind: type[Request]) -> st.SearchStrategy[Request]:
         "int": number,
         "int | None": st.none() | number,
         "bool": st.booleans(),
+        "float": st.sampled_from([-1.0, 0.0, 1.0, 100.0, 1e9, math.nan, math.inf]),
         "str": st.sampled_from(["", "a", "b" * 600]),
         "bytes": st.sampled_from([b"", SHARD, DIGESTS, bytes(5)]),
         "list[bytes]": st.lists(st.sampled_from([SHARD, OTHER, b""]), max_size=3),

@@ -7,9 +7,10 @@ import math
 import pytest
 
 from lmcache_kernels.transfer.addresses import is_loopback
-from lmcache_kernels.transfer.messages import CommitStore, Lookup, Ping, PrepareStore, Register
+from lmcache_kernels.transfer.messages import CommitStore, Lookup, Pin, Ping, PrepareStore, Register
 from lmcache_kernels.transfer.serving.chunk_table import ChunkState
 from lmcache_kernels.transfer.serving.known_workers import Liveness, WorkerState
+from lmcache_kernels.transfer.serving.pins import PinState
 from lmcache_kernels.transfer.serving.service import CacheService
 
 SHARD = b"s" * 32
@@ -53,6 +54,21 @@ def test_chunks_page_by_page() -> None:
     assert [state.digest for state in service.chunks(1, 9)] == [DIGESTS[1], DIGESTS[2], DIGESTS[5]]
     assert service.chunks(3, 1) == [ChunkState(SHARD, DIGESTS[5], 1024, 1, 0, resident=False)]
     assert service.chunks(4, 5) == []
+
+
+def test_pins_and_quotas() -> None:
+    service = served()
+    service.handle(Register(instance=1, shard=SHARD, chunk_bytes=500), 0.0)
+    slots = service.handle(PrepareStore(instance=1, digests=b"".join(DIGESTS[:3])), 0.0)
+    service.handle(CommitStore(instance=1, ticket=slots.ticket), 0.0)
+    for pin, count, seconds in (("b", 2, 30.0), ("a", 3, 50.0)):
+        digests = b"".join(DIGESTS[:count])
+        service.handle(Pin(pin=pin, shards=[SHARD], digests=digests, seconds=seconds), 1.0)
+    assert service.pins(11.0) == [PinState("a", 3, 40.0), PinState("b", 2, 20.0)]
+    assert service.pins(31.0) == [PinState("a", 3, 20.0)]
+    assert service.default_quota is None
+    service.set_quota(None, 5)
+    assert service.default_quota == 5
 
 
 @pytest.mark.parametrize(

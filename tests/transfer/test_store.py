@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lmcache_kernels.errors import ConfigError, LocalProtocolError
 from lmcache_kernels.transfer.serving.eviction import POLICIES, Eviction
-from lmcache_kernels.transfer.serving.store import NO_TICKET, ChunkStore, Reading
+from lmcache_kernels.transfer.serving.store import ChunkStore
+from lmcache_kernels.transfer.serving.tickets import NO_TICKET, Reading
 
 SHARD, OTHER = b"s" * 32, b"o" * 32
 DIGESTS = [bytes([i]) * 32 for i in range(8)]
@@ -21,13 +23,17 @@ OWNERS = st.sampled_from([1, 2])
 SHARDS = st.sampled_from([SHARD, OTHER])
 REQUESTS = st.sampled_from(["r1", "r2", "r3"])
 CHOICES = st.lists(st.sampled_from(DIGESTS), max_size=6)
+ASKED = st.sampled_from([[SHARD], [OTHER], [SHARD, OTHER]])
 CLEARED = st.sampled_from([[], [SHARD], [OTHER], [SHARD, OTHER]])
 PREFIXES = st.integers(0, len(DIGESTS)).map(lambda n: DIGESTS[:n])
+TENANTS = st.sampled_from(["", "a", "b"])
+PINS = st.sampled_from(["p1", "p2"])
 
 
 @dataclass(eq=False)
 class Entry:
     key: tuple[bytes, bytes]
+    tenant: str = ""
     resident: bool = False
     released: int = 0
 
@@ -42,11 +48,14 @@ class Model:
     leases: dict[str, tuple[float, list[Entry]]] = field(default_factory=dict)
     writes: dict[int, tuple[int, float, list[Entry]]] = field(default_factory=dict)
     reads: dict[int, tuple[int, float, list[Entry]]] = field(default_factory=dict)
+    pins: dict[str, tuple[float, list[Entry]]] = field(default_factory=dict)
+    quotas: dict[str | None, int] = field(default_factory=dict)
+    tenants: dict[str, None] = field(default_factory=dict)  # in the order in which they came
     clock: itertools.count = field(default_factory=itertools.count)
 
     def held(self, entry: Entry) -> bool:
-        users = [entries for *_, entries in (*self.leases.values(), *self.reads.values())]
-        return any(entry is other for entries in users for other in entries)
+        users = (*self.leases.values(), *self.reads.values(), *self.pins.values())
+        return any(entry is other for *_, entries in users for other in entries)
 
     def written(self, entry: Entry) -> bool:
         return any(entry is other for *_, entries in self.writes.values() for other in entries)
@@ -54,13 +63,24 @@ class Model:
     def idle(self) -> list[Entry]:
         return [e for e in self.listed.values() if e.resident and not self.held(e)]
 
-    def taken(self) -> int:
-        return len(self.listed) + sum(self.held(e) or self.written(e) for e in self.unlisted)
+    def slots_of(self, tenant: str | None = None) -> int:
+        """Taken, by one tenant or all."""
+        gone = [e for e in self.unlisted if self.held(e) or self.written(e)]
+        return sum(tenant in (None, entry.tenant) for entry in (*self.listed.values(), *gone))
+
+    def quota(self, tenant: str) -> float:
+        default = self.quotas.get(None, math.inf) if tenant else math.inf
+        return self.quotas.get(tenant, default)
+
+    def pool(self, tenant: str) -> str:
+        return "" if self.quota(tenant) == math.inf else tenant
 
     def unlist(self, entry: Entry) -> None:
         if self.listed.get(entry.key) is entry:
             del self.listed[entry.key]
             self.unlisted.append(entry)
+        for _, entries in self.pins.values():
+            entries[:] = [other for other in entries if other is not entry]
 
     def released(self, entries: list[Entry]) -> None:
         for entry in reversed(entries):
@@ -76,9 +96,16 @@ class Model:
         for ticket, (_, deadline, _) in list(self.writes.items()):
             if deadline <= now:
                 self.discard(ticket)
+        for pin, (deadline, _) in sorted(self.pins.items(), key=lambda pin: pin[1][0]):
+            if deadline <= now:
+                self.unpin(pin)
 
     def end_read(self, ticket: int) -> None:
         entries = self.reads.pop(ticket)[2]
+        self.released([e for e in entries if not self.held(e)])
+
+    def unpin(self, pin: str) -> None:
+        _, entries = self.pins.pop(pin, (0, []))
         self.released([e for e in entries if not self.held(e)])
 
     def discard(self, ticket: int) -> None:
@@ -90,48 +117,117 @@ class Model:
         entry = self.listed.get(key)
         return entry if entry and entry.resident else None
 
-    def reserve(self, keys: list[tuple[bytes, bytes]]) -> tuple[list[int], list[Entry]]:
+    def find(self, shards: list[bytes], digests: list[bytes], windows: list[int]) -> list[Entry]:
+        """What is needed of the longest hit: every length is tried."""
+        for count in range(len(digests), -1, -1):
+            needs = [
+                (shard, digests[index])
+                for index in range(count)
+                for shard, window in zip(shards, windows, strict=True)
+                if not window or index >= count - window
+            ]
+            if all(self.resident(key) for key in needs):
+                self.hit = count
+                return [self.listed[key] for key in needs]
+        raise AssertionError("the empty hit always fits")
+
+    def reserve(
+        self, keys: list[tuple[bytes, bytes]], tenant: str
+    ) -> tuple[list[int], list[Entry]]:
         present = [e for key in keys if (e := self.resident(key))]
         indices, staged = [], []
         for index, key in enumerate(keys):
             if key in self.listed:
                 continue
-            if self.taken() == self.slots:
-                idle = [e for e in self.idle() if e not in present]
-                if not idle:
-                    break
-                del self.listed[min(idle, key=lambda e: e.released).key]
-            self.listed[key] = Entry(key)
+            if not self.make_room(tenant, present):
+                break
+            if not self.slots_of(tenant):
+                self.tenants.pop(tenant, None)
+            self.tenants[tenant] = None
+            self.listed[key] = Entry(key, tenant)
             staged.append(self.listed[key])
             indices.append(index)
         self.released([e for e in present if not self.held(e)])
         return indices, staged
 
+    def make_room(self, tenant: str, spared: list[Entry]) -> bool:
+        """One slot within the quota of the tenant and within all there are."""
+        while (room := self.quota(tenant) - self.slots_of(tenant)) < 1:
+            own = [e for e in self.idle() if e.tenant == tenant and e not in spared]
+            if room + len(own) < 1:
+                return False
+            self.evict(own)
+        if self.slots_of() == self.slots:
+            pools: dict[str, list[Entry]] = {}
+            for entry in [e for e in self.idle() if e not in spared]:
+                pools.setdefault(self.pool(entry.tenant), []).append(entry)
+            if not pools:
+                return False
+            self.evict(min(pools.items(), key=lambda pool: (-len(pool[1]), pool[0]))[1])
+        return True
+
+    def evict(self, among: list[Entry]) -> None:
+        del self.listed[min(among, key=lambda e: e.released).key]
+
+    def set_quota(self, tenant: str | None, slots: int | None) -> None:
+        before = {name: self.pool(name) for name in self.tenants}
+        self.quotas.pop(tenant, None)
+        if slots is not None:
+            self.quotas[tenant] = slots
+        for name in [name for name in self.tenants if self.slots_of(name)]:
+            if self.pool(name) != before[name]:  # the order in its new pool is as it was
+                idle = [e for e in self.idle() if e.tenant == name]
+                self.released(sorted(idle, key=lambda e: -e.released))
+
+    def trim(self) -> None:
+        for tenant in self.tenants:
+            idle = [e for e in self.idle() if e.tenant == tenant]
+            above = self.slots_of(tenant) - self.quota(tenant)
+            for entry in sorted(idle, key=lambda e: e.released)[: max(0, min(len(idle), above))]:
+                self.evict([entry])
+
 
 class ExactMachine(RuleBasedStateMachine):
-    """Every answer equals the model's; slots of one size, time jumps, two owners."""
+    """Every answer equals the model's; slots of one size, time jumps, two owners, three tenants."""
 
     SLOTS = 6
+    PINNED = 3
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.store = ChunkStore(self.SLOTS * UNIT, write_ttl=10, lease_ttl=10, read_ttl=5)
+        self.store = ChunkStore(
+            self.SLOTS * UNIT,
+            write_ttl=10,
+            lease_ttl=10,
+            read_ttl=5,
+            pin_limit=self.PINNED / self.SLOTS,
+        )
         self.model = Model(self.SLOTS)
 
-    @rule(owner=OWNERS, shard=SHARDS, digests=st.one_of(CHOICES, PREFIXES))
-    def reserve(self, owner, shard, digests) -> None:
-        got = self.store.reserve(owner, shard, digests, UNIT, self.now)
-        indices, staged = self.model.reserve([(shard, d) for d in digests])
+    @rule(
+        owner=OWNERS,
+        shard=SHARDS,
+        digests=st.one_of(CHOICES, PREFIXES),
+        tenant=TENANTS,
+        publish=st.booleans(),
+    )
+    def reserve(self, owner, shard, digests, tenant, publish) -> None:
+        got = self.store.reserve(owner, shard, digests, UNIT, self.now, tenant)
+        indices, staged = self.model.reserve([(shard, d) for d in digests], tenant)
         assert got.indices == indices
         assert len(set(got.offsets)) == len(indices)
         assert (got.ticket == NO_TICKET) == (not indices)
         if indices:
             self.model.writes[got.ticket] = (owner, self.now + 10, staged)
+        if publish:
+            self.finish(owner, got.ticket, publish)
 
     @rule(owner=OWNERS, data=st.data(), publish=st.booleans())
     def end_write(self, owner, data, publish) -> None:
-        ticket = data.draw(st.sampled_from([0, 10**6, *self.model.writes]))
+        self.finish(owner, data.draw(st.sampled_from([0, 10**6, *self.model.writes])), publish)
+
+    def finish(self, owner, ticket, publish) -> None:
         known = ticket in self.model.writes and self.model.writes[ticket][0] == owner
         if not publish:
             assert self.store.abort(owner, ticket, self.now) is known
@@ -145,19 +241,52 @@ class ExactMachine(RuleBasedStateMachine):
             entry.resident = True
         self.model.released(published)
 
-    @rule(request=REQUESTS, shards=st.sampled_from([[SHARD], [OTHER], [SHARD, OTHER]]), d=PREFIXES)
-    def lookup(self, request, shards, d) -> None:
-        found: list[Entry] = []
-        for digest in d:
-            column = [self.model.resident((shard, digest)) for shard in shards]
-            if None in column:
-                break
-            found += column
-        assert self.store.lookup(request, shards, d, self.now) == len(found) // len(shards)
+    @rule(
+        request=REQUESTS,
+        shards=ASKED,
+        d=st.one_of(PREFIXES, CHOICES),
+        windows=st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    )
+    def lookup(self, request, shards, d, windows) -> None:
+        windows = [] if windows is None else list(windows[: len(shards)])
+        found = self.model.find(shards, d, windows or [0] * len(shards))
+        assert self.store.lookup(request, shards, d, self.now, windows) == self.model.hit
         _, previous = self.model.leases.pop(request, (0, []))
         if found:
             self.model.leases[request] = (self.now + 10, found)
         self.model.released([e for e in previous if not self.model.held(e)])
+
+    @rule(pin=PINS, shards=ASKED, d=PREFIXES, seconds=st.sampled_from([1, 5, 50]))
+    def pin(self, pin, shards, d, seconds) -> None:
+        self.model.unpin(pin)
+        found = iter(self.model.find(shards, d, [0] * len(shards)))
+        pinned = {id(e) for _, entries in self.model.pins.values() for e in entries}
+        kept: list[Entry] = []
+        while row := list(itertools.islice(found, len(shards))):
+            pinned |= {id(entry) for entry in row}
+            if len(pinned) > self.PINNED:
+                break
+            kept += row
+        assert self.store.pin(pin, shards, d, seconds, self.now) == len(kept) // len(shards)
+        if kept:
+            self.model.pins[pin] = (self.now + seconds, kept)
+
+    @rule(pin=PINS)
+    def unpin(self, pin) -> None:
+        self.store.unpin(pin)
+        self.model.unpin(pin)
+
+    @rule(
+        tenant=st.sampled_from(["a", "b", None]),
+        slots=st.none() | st.integers(0, SLOTS),
+        now=st.booleans(),
+    )
+    def set_quota(self, tenant, slots, now) -> None:
+        self.store.set_quota(tenant, None if slots is None else slots * UNIT)
+        self.model.set_quota(tenant, slots)
+        if now:
+            self.store.make_room()
+            self.model.trim()
 
     @rule(request=REQUESTS)
     def end_session(self, request) -> None:
@@ -214,12 +343,22 @@ class ExactMachine(RuleBasedStateMachine):
     @invariant()
     def numbers_agree(self) -> None:
         stats = self.store.stats()
-        assert stats["used_bytes"] == self.model.taken() * UNIT
+        assert stats["used_bytes"] == self.model.slots_of() * UNIT
         assert stats["resident"] == sum(e.resident for e in self.model.listed.values())
         assert stats["idle"] == len(self.model.idle())
         assert stats["writing"] == sum(len(entries) for *_, entries in self.model.writes.values())
         assert stats["leases"] == len(self.model.leases)
         assert stats["reads"] == len(self.model.reads)
+        assert stats["pins"] == len(self.model.pins)
+        pinned = {id(e) for _, entries in self.model.pins.values() for e in entries}
+        assert stats["pinned_bytes"] == len(pinned) * UNIT
+        named = {name for name in self.model.quotas if name is not None}
+        limited = {t for t in "ab" if t in named or self.model.quota(t) < math.inf}
+        assert self.store.quotas() == {
+            tenant: (self.model.quota(tenant) * UNIT, self.model.slots_of(tenant) * UNIT)
+            for tenant in limited
+            if tenant in named or self.model.slots_of(tenant)
+        }
 
 
 TestExactMachine = ExactMachine.TestCase
@@ -251,6 +390,16 @@ class MemoryMachine(RuleBasedStateMachine):
         self.doomed: set[int] = set()  # tickets whose chunks were cleared meanwhile
         self.reads: dict[int, tuple[int, float, list]] = {}
         self.leases: dict[str, tuple[float, list]] = {}
+        self.pins: dict[str, tuple[float, list]] = {}
+
+    def kept(self) -> set:
+        """Keys that are leased or pinned."""
+        return {key for _, keys in (*self.leases.values(), *self.pins.values()) for key in keys}
+
+    def unlisted(self, gone) -> None:
+        """Nobody finds these any more."""
+        for _, keys in (*self.leases.values(), *self.pins.values()):
+            keys[:] = [key for key in keys if not gone(key)]
 
     def span(self, offset, key):
         return offset, offset + self.size[key[0]]
@@ -259,12 +408,16 @@ class MemoryMachine(RuleBasedStateMachine):
         pairs = [p for *_, p in (*self.writes.values(), *self.reads.values())]
         return [self.span(offset, key) for items in pairs for offset, key in items]
 
-    @rule(owner=OWNERS, shard=SHARDS, digests=st.one_of(CHOICES, PREFIXES))
-    def reserve(self, owner, shard, digests) -> None:
-        got = self.store.reserve(owner, shard, digests, self.size[shard], self.now)
+    @rule(owner=OWNERS, shard=SHARDS, digests=st.one_of(CHOICES, PREFIXES), tenant=TENANTS)
+    def reserve(self, owner, shard, digests, tenant) -> None:
+        before = self.store.quotas().get(tenant)
+        got = self.store.reserve(owner, shard, digests, self.size[shard], self.now, tenant)
+        after = self.store.quotas().get(tenant)
+        if after is not None:
+            assert after.used_bytes <= max(after.quota_bytes, before.used_bytes if before else 0)
         assert got.indices == sorted(set(got.indices))
         pairs = [(o, (shard, digests[i])) for i, o in zip(got.indices, got.offsets, strict=True)]
-        leased = {key for _, keys in self.leases.values() for key in keys}
+        leased = self.kept()
         for offset, key in pairs:
             low, high = self.span(offset, key)
             assert low >= 0
@@ -306,13 +459,31 @@ class MemoryMachine(RuleBasedStateMachine):
         self.store.end_session(request)
         self.leases.pop(request, None)
 
+    @rule(pin=PINS, shards=ASKED, digests=PREFIXES, end=st.booleans())
+    def pin(self, pin, shards, digests, end) -> None:
+        count = self.store.pin(pin, shards, digests, 5, self.now)
+        keys = [(shard, digest) for digest in digests[:count] for shard in shards]
+        assert set(keys) <= set(self.memory.values())
+        self.pins[pin] = (self.now + 5, keys)
+        assert self.store.stats()["pinned_bytes"] <= self.CAPACITY / 2
+        if end:
+            self.store.unpin(pin)
+            del self.pins[pin]
+
+    @rule(
+        tenant=st.sampled_from(["", "a", "b", None]),
+        units=st.none() | st.integers(0, 16),
+    )
+    def set_quota(self, tenant, units) -> None:
+        self.store.set_quota(tenant, None if units is None else units * UNIT)
+
     @rule(owner=OWNERS, shard=SHARDS, digests=PREFIXES)
     def open_read(self, owner, shard, digests) -> None:
         got = self.store.open_read(owner, shard, digests, self.now)
         pairs = [(o, (shard, d)) for o, d in zip(got.offsets, digests, strict=False)]
         for offset, key in pairs:
             assert self.memory.get(offset) == key
-        leased = {key for _, keys in self.leases.values() for key in keys}
+        leased = self.kept()
         held = list(itertools.takewhile(lambda d: (shard, d) in leased, digests))
         assert len(got.offsets) >= len(held)
         if pairs:
@@ -329,8 +500,7 @@ class MemoryMachine(RuleBasedStateMachine):
             if self.memory.get(offset) == key:
                 del self.memory[offset]
             if key not in self.memory.values():
-                for _, keys in self.leases.values():
-                    keys[:] = [k for k in keys if k != key]
+                self.unlisted(lambda other, key=key: other == key)
 
     @rule(owner=OWNERS)
     def drop_owner(self, owner) -> None:
@@ -343,19 +513,21 @@ class MemoryMachine(RuleBasedStateMachine):
         self.store.clear(shards, self.now)
         gone = shards or [SHARD, OTHER]
         self.memory = {o: key for o, key in self.memory.items() if key[0] not in gone}
-        for _, keys in self.leases.values():
-            keys[:] = [key for key in keys if key[0] not in gone]
+        self.unlisted(lambda key: key[0] in gone)
         self.doomed |= {t for t, (*_, pairs) in self.writes.items() if pairs[0][1][0] in gone}
 
     @rule()
     def make_room(self) -> None:
-        before = self.store.stats()
+        before, quotas = self.store.stats(), self.store.quotas().values()
         self.store.make_room()
         after = self.store.stats()
         freed = before["used_bytes"] - after["used_bytes"]
+        above = sum(max(0, used - quota) for quota, used in quotas)
         due = self.watermark < 1 and before["used_bytes"] >= self.watermark * self.CAPACITY
-        assert due or not freed
-        assert not due or freed >= self.CAPACITY // 4 or not after["idle"]
+        assert due or above or not freed
+        assert not due or above or freed >= self.CAPACITY // 4 or not after["idle"]
+        if above and not self.kept() and not self.guarded():
+            assert all(used <= quota for quota, used in self.store.quotas().values())
 
     @rule(seconds=st.sampled_from([0.0, 3.0, 10.0, 1e6]))
     def time_passes(self, seconds) -> None:
@@ -369,6 +541,7 @@ class MemoryMachine(RuleBasedStateMachine):
             assert not self.store.close_read(owner, ticket, [0], self.now)
             del self.reads[ticket]
         self.leases = {r: lease for r, lease in self.leases.items() if lease[0] > self.now}
+        self.pins = {p: pin for p, pin in self.pins.items() if pin[0] > self.now}
 
 
 TestMemoryMachine = MemoryMachine.TestCase

@@ -181,6 +181,49 @@ def test_tiers_of_one_kind_are_told_apart(opened):
     assert list(cache.service.tier_stats()) == ["memory", "memory-2"]
 
 
+# --- windows and tenants --------------------------------------------------------------------------
+
+
+def look(cache, start, stop, **options):
+    wanted = Lookup(request="probe", digests=digests(start, stop), **options)
+    return cache.ask(wanted).chunks
+
+
+def test_of_a_shard_with_a_window_only_the_end_of_the_hit_comes_up(opened, tier):
+    cache = opened.enter_context(TieredCache(tier, slots=32))
+    cache.register(2, OTHER)
+    stored_below(tier, 0, 6, SHARD)
+    stored_below(tier, 0, 5, OTHER)
+    assert look(cache, 0, 8, shards=[SHARD, OTHER], windows=[0, 2]) == 5
+    assert cache.stats()["resident"] == 5 + 2
+    assert cache.load(3, 5, instance=2, shard=OTHER) == 2
+    assert cache.load(0, 5) == 5
+
+
+def test_a_window_that_nobody_has_whole_makes_the_hit_shorter(opened, tier):
+    cache = opened.enter_context(TieredCache(tier, slots=32))
+    cache.register(2, OTHER)
+    stored_below(tier, 0, 6, SHARD)
+    stored_below(tier, 1, 3, OTHER)
+    stored_below(tier, 4, 6, OTHER)
+    assert look(cache, 0, 6, shards=[SHARD, OTHER], windows=[0, 3]) == 0
+    assert look(cache, 0, 6, shards=[SHARD, OTHER], windows=[0, 2]) == 6
+    cache.free()
+    cache.drop_all()
+    tier.chunks.pop((OTHER, digest(5)))
+    assert look(cache, 0, 6, shards=[SHARD, OTHER], windows=[0, 2]) == 3
+
+
+def test_what_comes_up_is_charged_to_the_tenant(opened, tier):
+    cache = opened.enter_context(TieredCache(tier, slots=32))
+    cache.service.set_quota("t", 3 * SLOT)
+    stored_below(tier, 0, 6)
+    assert look(cache, 0, 6, shards=[SHARD], tenant="t") == 3
+    assert cache.service.quotas()["t"].used_bytes == 3 * SLOT
+    cache.free()
+    assert look(cache, 0, 6, shards=[SHARD]) == 6
+
+
 # --- what goes down -------------------------------------------------------------------------------
 
 

@@ -8,10 +8,18 @@ from enginekit import Request, ScriptedPort, step_output
 from lmcache_kernels.adapters.vllm.config import ConnectorConfig
 from lmcache_kernels.adapters.vllm.jobs import StepReport
 from lmcache_kernels.adapters.vllm.scheduler import SchedulerSide
+from lmcache_kernels.adapters.vllm.tenant import salt_for_digests, tenant_of
 from lmcache_kernels.adapters.vllm.tracker import GroupShape
 from lmcache_kernels.errors import PeerGone, TransferTimeout
 from lmcache_kernels.ids import ABSENT
-from lmcache_kernels.transfer.messages import Clear, EndSession, Lookup
+from lmcache_kernels.transfer.keys import ChunkChain, root_digest
+from lmcache_kernels.transfer.messages import (
+    Clear,
+    EndSession,
+    Lookup,
+    is_tenant,
+    split_digests,
+)
 
 CHUNK = 64
 BLOCK = 16
@@ -404,6 +412,56 @@ def test_mp_085_salts_and_adapters_never_share(port):
     for name, extra in (("a", {}), ("b", {"cache_salt": "s"}), ("c", {"lora_request": adapter})):
         side.matched_tokens(Request(name, tokens, **extra), 0)
     assert len({lookup.digests for lookup in port.of(Lookup)}) == 3
+
+
+ODD_SALTS = ["a/b", "a@b", "a\\b", "a\0b", "a\nb", "s" * 129, "\ud800", "/", "@" * 10_000]
+
+
+@pytest.mark.parametrize("salt", ODD_SALTS)
+def test_mp_d31_a_salt_with_any_characters_is_a_tenant_and_raises_nowhere(port, salt):
+    """Salts are users' text. One that cannot be a tenant's name is stored for a hash of it."""
+    side = make(port)
+    request = Request("a", list(range(CHUNK)), cache_salt=salt)
+    assert ask(side, port, request, 0) == (0, False)
+    side.allocated("a", blocks_for(CHUNK), 0)
+    (store,) = side.build_step(step_output(new=[("a", blocks_for(CHUNK), 0, CHUNK)])).stores
+    assert is_tenant(store.tenant)
+    assert len(bytes.fromhex(store.tenant)) == 32
+    (lookup,) = port.of(Lookup)
+    assert b"".join(store.digests) == lookup.digests
+    port.sent.clear()
+    # Whoever knows the tenant's name, from metrics say, is not the tenant.
+    side.matched_tokens(Request("b", list(range(CHUNK)), cache_salt=store.tenant), 0)
+    assert port.of(Lookup)[0].digests != lookup.digests
+
+
+@pytest.mark.parametrize("salt", [None, "", "plain", "with spaces: 1.2-3_4", "ü" * 128])
+def test_other_salts_are_tenants_as_they_are(port, salt):
+    side = make(port)
+    ask(side, port, Request("a", list(range(CHUNK)), cache_salt=salt), 0)
+    side.allocated("a", blocks_for(CHUNK), 0)
+    (store,) = side.build_step(step_output(new=[("a", blocks_for(CHUNK), 0, CHUNK)])).stores
+    assert store.tenant == (salt or "")
+
+
+def test_mp_d31_odd_salts_share_with_nobody():
+    salts = [*ODD_SALTS, "", "a", *map(tenant_of, ODD_SALTS), *map(salt_for_digests, ODD_SALTS)]
+    assert len({salt_for_digests(salt) for salt in salts}) == len({*salts})
+
+
+def test_mp_094_mp_d32_a_request_id_that_comes_again_names_its_own_chunks(port):
+    """Nothing is left of the tokens of another request of that name."""
+    side = make(port)
+    for tokens in (list(range(3 * CHUNK)), [9, *range(1, 3 * CHUNK)]):
+        side.matched_tokens(Request("same", tokens), 0)
+        expected = ChunkChain(
+            root_digest(model="m", chunk_tokens=CHUNK, dtype="bfloat16"), CHUNK
+        ).extend(tokens)
+        assert port.of(Lookup)[-1].digests == b"".join(expected)
+        side.finished("same")
+    first, second = (lookup.digests for lookup in port.of(Lookup))
+    assert not {*split_digests(first)} & {*split_digests(second)}
+    assert len({*sessions(port)}) == 2
 
 
 def test_unknown_requests_are_tolerated(port):

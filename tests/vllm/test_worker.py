@@ -516,6 +516,29 @@ def test_a_store_that_followed_a_step_and_failed_is_over_and_the_next_one_is_who
     assert_stored(worker, pages, digests, [0, 1])
 
 
+def test_stores_that_follow_a_step_are_for_one_tenant_and_others_wait_for_its_end(
+    followed, cache, pages
+):
+    worker, mover = followed
+    digests = names(3)
+    step = stores(
+        (1, digests[:1], [[0, 1]], "a"),
+        (2, digests[1:2], [[4, 5]], "b"),
+        (3, digests[2:], [[6, 7]], "a"),
+    )
+    cache._service.set_quota("a", 1 << 20)
+    cache._service.set_quota("b", 1 << 20)
+    worker.begin_step(step)
+    assert mover.following.acquire(timeout=WAIT)
+    worker.start_loads(step)
+    worker.start_stores()
+    ended(worker, 1, 2, 3)
+    assert [len(moves) for _, moves in mover.moves] == [2, 1]
+    used = {tenant: quota.used_bytes for tenant, quota in cache._service.quotas().items()}
+    assert used["a"] == 2 * used["b"] > 0
+    assert_stored(worker, pages, digests, [0, 1, 4, 5, 6, 7])
+
+
 def test_a_cpu_engine_stores_with_the_last_layer(make, pages):
     worker = make(layers=LAYERS, stores_by_layer=True)
     digests = names(1)

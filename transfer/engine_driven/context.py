@@ -149,7 +149,7 @@ class EngineDrivenContext:
     # --- store ------------------------------------------------------------------------------------
 
     def submit_store(
-        self, digests: Sequence[bytes], block_ids: Sequence[Sequence[int]]
+        self, digests: Sequence[bytes], block_ids: Sequence[Sequence[int]], *, tenant: str = ""
     ) -> StoreTransfer:
         """Store chunks whose bytes the device will have written once its queued work is done.
 
@@ -158,6 +158,8 @@ class EngineDrivenContext:
             block_ids: per group, the blocks of those chunks in order; a tail that is no whole
                 chunk is ignored. None of them may be reused before :meth:`flush` of the transfer,
                 or its result, came back. The lists themselves are copied.
+            tenant: out of whose quota, if the cache has one for it; at most 128 printable characters
+                without ``@ / \\``.
 
         Returns:
             The transfer. Its result is LayoutError if an id cannot be right or a chunk is named
@@ -167,7 +169,7 @@ class EngineDrivenContext:
             LayoutError: not one list a group, or too few ids; nothing was submitted.
         """
         transfer = StoreTransfer()
-        self._submit_store(transfer, digests, block_ids)
+        self._submit_store(transfer, digests, block_ids, tenant)
         return transfer
 
     def submit_layered_store(
@@ -175,6 +177,8 @@ class EngineDrivenContext:
         digests: Sequence[bytes],
         block_ids: Sequence[Sequence[int]],
         layers: Sequence[Sequence[int]],
+        *,
+        tenant: str = "",
     ) -> LayeredStore:
         """:meth:`submit_store` of chunks that the engine is about to compute, layer by layer.
 
@@ -195,7 +199,7 @@ class EngineDrivenContext:
             LayoutError: see :meth:`submit_store`; or layers that are not those of the cache.
         """
         store = LayeredStore(self._mover, layers, check_layers(layers, self.groups))
-        self._submit_store(store, digests, block_ids)
+        self._submit_store(store, digests, block_ids, tenant)
         return store
 
     def _submit_store(
@@ -203,10 +207,11 @@ class EngineDrivenContext:
         transfer: StoreTransfer,
         digests: Sequence[bytes],
         block_ids: Sequence[Sequence[int]],
+        tenant: str,
     ) -> None:
         check_transfer(digests, block_ids)
         ids = copy_block_ids(block_ids, self.layout, len(digests))
-        store = Store(transfer, list(digests), ids, self._mover.ready())
+        store = Store(transfer, list(digests), ids, self._mover.ready(), tenant)
         self._stores.submit(transfer, self._storing.run(store), len(store.digests))
 
     def flush(self, transfers: Sequence[StoreTransfer], timeout: float = DEVICE_TIMEOUT) -> None:

@@ -53,12 +53,14 @@ class Store:
     Attributes:
         digests: one a chunk; ``block_ids``: per group, of whole chunks.
         after: the point behind which the device has written the blocks.
+        tenant: for whom.
     """
 
     transfer: StoreTransfer
     digests: Sequence[bytes]
     block_ids: Sequence[Any]
     after: Completion | None
+    tenant: str
 
 
 class Storing:
@@ -87,7 +89,7 @@ class Storing:
         if store.transfer.stopped:
             raise Closed("the store was stopped before it began")
         with own.server.attached() as arena:
-            message = PrepareStore(instance=own.instance, digests=packed)
+            message = PrepareStore(instance=own.instance, digests=packed, tenant=store.tenant)
             slots = own.server.prepare(arena, message, StoreSlots)
             if not slots.indices:
                 return Moves()

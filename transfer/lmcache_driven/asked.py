@@ -35,6 +35,7 @@ class Asked:
         digests, block_ids: nobody else's to change.
         event: handle of the event it waits for.
         deadline: monotonic seconds; nobody waits for it any longer.
+        tenant: for whom a store is.
         sent: when the server was asked; None: not yet.
         incarnation: of that server.
         over: its result is there, or about to be.
@@ -47,6 +48,7 @@ class Asked:
     skip_tokens: int
     event: bytes
     deadline: float
+    tenant: str = ""
     submitted: float = field(default_factory=time.monotonic)
     sent: float | None = None
     incarnation: str = ""
@@ -76,7 +78,7 @@ class Asked:
             "event": self.event,
         }
         if storing:
-            return StoreBlocks(**fields)
+            return StoreBlocks(**fields, tenant=self.tenant)
         return LoadBlocks(**fields, skip_tokens=self.skip_tokens)
 
     def observed(self, end: int | BaseException, chunk_bytes: int) -> TransferEvent:

@@ -171,14 +171,14 @@ class LmcacheDrivenContext:
     # --- store ------------------------------------------------------------------------------------
 
     def submit_store(
-        self, digests: Sequence[bytes], block_ids: Sequence[Sequence[int]]
+        self, digests: Sequence[bytes], block_ids: Sequence[Sequence[int]], *, tenant: str = ""
     ) -> StoreTransfer:
         """Store chunks whose bytes the device will have written once its queued work is done.
 
         See :meth:`.engine_driven.context.EngineDrivenContext.submit_store`.
         """
         transfer = StoreTransfer()
-        self._submit(transfer, digests, block_ids)
+        self._submit(transfer, digests, block_ids, tenant=tenant)
         return transfer
 
     def flush(self, transfers: Sequence[StoreTransfer], timeout: float = DEVICE_TIMEOUT) -> None:
@@ -232,6 +232,7 @@ class LmcacheDrivenContext:
         digests: Sequence[bytes],
         block_ids: Sequence[Sequence[int]],
         skip_tokens: int = 0,
+        tenant: str = "",
     ) -> None:
         check_transfer(digests, block_ids, skip_tokens)
         ids = copy_block_ids(block_ids, self.layout, len(digests))
@@ -243,6 +244,7 @@ class LmcacheDrivenContext:
             skip_tokens,
             self._events.record(),
             time.monotonic() + self._copy_timeout,
+            tenant,
         )
         with self._changed:
             self._open[transfer] = asked

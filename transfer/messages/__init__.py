@@ -21,11 +21,14 @@ from .base import (
     MAX_CHUNKS as MAX_CHUNKS,
     MAX_NAME as MAX_NAME,
     MAX_PART as MAX_PART,
+    MAX_PIN_SECONDS as MAX_PIN_SECONDS,
+    MAX_TENANT as MAX_TENANT,
     MAX_TRANSFERS as MAX_TRANSFERS,
     PROTOCOL_VERSION as PROTOCOL_VERSION,
     ErrorReply as ErrorReply,
     Reply as Reply,
     Request as Request,
+    is_tenant as is_tenant,
     split_digests as split_digests,
 )
 from .connection import (
@@ -45,6 +48,8 @@ from .finding import (
     EndSession as EndSession,
     Found as Found,
     Lookup as Lookup,
+    Pin as Pin,
+    Unpin as Unpin,
 )
 from .transfers import (
     AbortStore as AbortStore,
@@ -65,7 +70,7 @@ from .transfers import (
 )
 
 AnyRequest: TypeAlias = (
-    Hello | Ping | Register | Unregister | Lookup | EndSession | Clear
+    Hello | Ping | Register | Unregister | Lookup | EndSession | Pin | Unpin | Clear
     | PrepareStore | CommitStore | AbortStore | PrepareRetrieve | CommitRetrieve
     | RegisterCache | StoreBlocks | LoadBlocks | Settle | PutPart | GetPart
 )  # fmt: skip
@@ -81,6 +86,8 @@ REPLY_OF: dict[type[Request], type[Reply]] = {
     Unregister: Done,
     Lookup: Found,
     EndSession: Done,
+    Pin: Found,
+    Unpin: Done,
     Clear: Cleared,
     PrepareStore: StoreSlots,
     CommitStore: Done,

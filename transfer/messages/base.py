@@ -23,6 +23,12 @@ MAX_TRANSFERS = 1 << 12
 MAX_NAME = 512
 """Longest request id accepted, in characters."""
 
+MAX_TENANT = 128
+"""Longest name of a tenant accepted, in characters."""
+
+MAX_PIN_SECONDS = 7 * 86400.0
+"""Longest time that chunks can be pinned for at once."""
+
 ERROR_CODES = {
     "bad_request": "the request cannot be served as it is: a length, range or value is wrong",
     "unsupported": "unknown operation or protocol version; the message names both versions",
@@ -32,7 +38,7 @@ ERROR_CODES = {
     "unknown_ticket": "this prepared transfer does not exist (any more)",
     "no_space": "the chunk is larger than the whole arena",
     "draining": "the server is about to end: it finishes what was begun, and begins nothing new",
-    "busy": "too many workers or caches are registered, or too many transfers are under way",
+    "busy": "too many workers, caches or pins are there, or too many transfers are under way",
     "stopped": "the transfer was stopped before it moved anything",
     "failed": "the copy could not be made; nothing of it is offered to anyone",
     "internal": "a bug in the server; its log has the trace",
@@ -58,3 +64,9 @@ class ErrorReply(Reply, frozen=True, kw_only=True):
 def split_digests(packed: bytes) -> list[bytes]:
     """The digests in a packed field."""
     return [packed[i : i + DIGEST_BYTES] for i in range(0, len(packed), DIGEST_BYTES)]
+
+
+def is_tenant(name: str) -> bool:
+    """Can a tenant have this name? It is short and printable, and has none of ``@ / \\``; "" is the
+    name of those who have none."""
+    return len(name) <= MAX_TENANT and name.isprintable() and not any(c in "@/\\" for c in name)

@@ -9,11 +9,15 @@ from .base import Reply, Request
 # --- transfers ------------------------------------------------------------------------------------
 
 
-class PrepareStore(Request, frozen=True, kw_only=True):
-    """Reserve slots for chunks about to be written."""
+class PrepareStore(Request, frozen=True, kw_only=True, omit_defaults=True):
+    """Reserve slots for chunks about to be written, out of the quota of ``tenant`` if it has one.
+
+    Tenants are told apart by name only, at most ``MAX_TENANT`` characters; "": none.
+    """
 
     instance: int
     digests: bytes
+    tenant: str = ""
 
 
 class StoreSlots(Reply, frozen=True, kw_only=True):
@@ -71,7 +75,7 @@ class CommitRetrieve(Request, frozen=True, kw_only=True):
 # --- transfers that the server makes --------------------------------------------------------------
 
 
-class StoreBlocks(Request, frozen=True, kw_only=True):
+class StoreBlocks(Request, frozen=True, kw_only=True, omit_defaults=True):
     """Copy chunks out of the worker's registered cache, those that are not there yet.
 
     Args:
@@ -79,6 +83,7 @@ class StoreBlocks(Request, frozen=True, kw_only=True):
         blocks: per group, the blocks of the chunks in order as 32-bit little-endian integers; a tail
             that is no whole chunk is ignored.
         event: handle of the event after which the blocks hold what is to be stored; empty on a CPU.
+        tenant: see :class:`PrepareStore`.
     """
 
     instance: int
@@ -86,6 +91,7 @@ class StoreBlocks(Request, frozen=True, kw_only=True):
     digests: bytes
     blocks: list[bytes]
     event: bytes = b""
+    tenant: str = ""
 
 
 class Copied(Reply, frozen=True, kw_only=True):

@@ -12,22 +12,29 @@ unlisted not found any more and never again, but      last release, publish, dis
          writing into it
 ======== ============================================ ==============================================
 
-Only idle chunks are evicted, in the order of a policy. The key of an unlisted chunk may be
-staged again meanwhile, in another slot.
+Only idle chunks are evicted, in the order of a policy; whose, :mod:`.accounts` says. The key of an
+unlisted chunk may be staged again meanwhile, in another slot.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from .accounts import Accounts
+from .eviction import POLICIES
 from .slots import SlotAllocator
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from .eviction import Batch, EvictionPolicy
+    from .accounts import Account, Pool
+    from .eviction import Batch, Eviction
+    from .quotas import Quotas
+
+MOST_EVICTED = 1 << 12
+"""Chunks that are evicted ahead of need in one go: some ten milliseconds, in which others wait."""
 
 ChunkKey: TypeAlias = tuple[bytes, bytes]
 """(shard id, digest)."""
@@ -40,6 +47,7 @@ class Chunk:
     key: ChunkKey
     offset: int
     slot_bytes: int
+    account: Account
     holders: int = 1  # leases and reads; at first its writer
     listed: bool = True
     resident: bool = False
@@ -66,20 +74,21 @@ class ChunkTable:
 
     Args:
         capacity_bytes: of all slots together.
-        policy: has no chunks yet.
+        eviction: when idle chunks go, and which.
+        quotas: of tenants, to begin with.
 
     Raises:
         ConfigError: a capacity below 1.
     """
 
-    def __init__(self, capacity_bytes: int, policy: EvictionPolicy) -> None:
+    def __init__(self, capacity_bytes: int, eviction: Eviction, quotas: Quotas) -> None:
         self.evicted = self.evicted_bytes = 0
+        self.accounts = Accounts(POLICIES[eviction.policy], quotas)
+        self._eviction = eviction
         self.slots = SlotAllocator(capacity_bytes)
         # Staged and resident, by the first byte of the digest: a dict that grows is copied, and with
         # all in one that would take a tenth of a second.
         self._listed: list[dict[ChunkKey, Chunk]] = [{} for _ in range(256)]
-        self._idle = policy
-        self._idle_bytes = 0
 
     def __contains__(self, key: ChunkKey) -> bool:
         """Is the chunk staged or resident?"""
@@ -87,10 +96,6 @@ class ChunkTable:
 
     def __len__(self) -> int:
         return sum(map(len, self._listed))
-
-    @property
-    def idle(self) -> int:
-        return len(self._idle)
 
     def resident(self, key: ChunkKey) -> Chunk | None:
         chunk = self._listed[key[1][0]].get(key)
@@ -131,27 +136,70 @@ class ChunkTable:
             if before.listed:
                 before.follower = chunk
 
-    def stage(self, key: ChunkKey, nbytes: int) -> Chunk | None:
-        """A slot of ``nbytes`` for a chunk that is not listed; None when eviction makes no room."""
+    def stage(self, key: ChunkKey, nbytes: int, account: Account) -> Chunk | None:
+        """A slot of ``nbytes`` for a chunk that is not listed; None when eviction makes no room.
+
+        An account at its quota makes room among its own chunks alone. Where the capacity is used up,
+        chunks of the pool of the most idle bytes go, whoever asks.
+        """
         slot_bytes = self.slots.round_up(nbytes)
-        while (offset := self.slots.allocate(nbytes)) is None:
-            if self.slots.free_bytes + self._idle_bytes < slot_bytes or not self.evict():
+        while account.room < slot_bytes:
+            idle_bytes = account.pool.policy.nbytes
+            if account.room + idle_bytes < slot_bytes or not self._evict_from(account.pool):
                 return None
-        chunk = Chunk(key, offset, slot_bytes, nbytes=nbytes)
+        while (offset := self.slots.allocate(nbytes)) is None:
+            free_bytes = self.slots.free_bytes + self.accounts.idle_bytes
+            if free_bytes < slot_bytes or not self.evict():
+                return None
+        chunk = Chunk(key, offset, slot_bytes, account, nbytes=nbytes)
         self._listed[key[1][0]][key] = chunk
+        self.accounts.charge(account, slot_bytes)
         return chunk
 
     def evict(self) -> int:
         """Let the next idle chunk go; the bytes that are free now, 0 if there is none."""
-        idle = self._idle.victim()
+        return self._evict_from(self.accounts.fullest())
+
+    def change(self, watermark: float, ratio: float) -> None:
+        """Make room ahead of need like this from now on; see :class:`.eviction.Eviction`."""
+        self._eviction = replace(self._eviction, watermark=watermark, ratio=ratio)
+
+    def make_room(self) -> None:
+        """Let go of what accounts have above their quotas, and ahead of need if so much is used."""
+        self._evict_above_quotas(MOST_EVICTED)
+        watermark, capacity = self._eviction.watermark, self.slots.capacity_bytes
+        if watermark == 1 or self.slots.used_bytes < watermark * capacity:
+            return
+        wanted = self._eviction.ratio * capacity
+        for _ in range(MOST_EVICTED):
+            freed = self.evict()
+            wanted -= freed
+            if not freed or wanted <= 0:
+                return
+
+    def _evict_above_quotas(self, most: int) -> None:
+        """At most so many chunks; or so many accounts are looked at."""
+        for account in self.accounts.above_quota(most):
+            if most <= 0:
+                return
+            while most > 0 and account.room < 0 and self._evict_from(account.pool):
+                most -= 1
+            self.accounts.looked_at(account)
+            most -= 1
+
+    def _evict_from(self, pool: Pool) -> int:
+        idle = self.accounts.victim(pool)
         if idle is None:
             return 0
-        self._idle_bytes -= idle.slot_bytes
         self.unlist(idle)
-        self.slots.free(idle.offset)
+        self._free(idle)
         self.evicted += 1
         self.evicted_bytes += idle.nbytes
         return idle.slot_bytes
+
+    def _free(self, chunk: Chunk) -> None:
+        self.slots.free(chunk.offset)
+        self.accounts.credit(chunk.account, chunk.slot_bytes)
 
     def publish(self, written: Sequence[Chunk]) -> int:
         """Their writer is done: those that are still listed can be found; how many those are."""
@@ -173,9 +221,8 @@ class ChunkTable:
             if not chunk.holders:
                 idle.append(chunk)
                 chunk.hits += 1
-                self._idle_bytes -= chunk.slot_bytes
             chunk.holders += 1
-        self._idle.remove(idle)
+        self.accounts.remove_idle(idle)
 
     def release(self, chunks: Sequence[Chunk]) -> None:
         """One holder of each leaves; a prefix is evicted from its end."""
@@ -186,10 +233,9 @@ class ChunkTable:
                 continue
             if chunk.listed:
                 idle.append(chunk)
-                self._idle_bytes += chunk.slot_bytes
             else:
-                self.slots.free(chunk.offset)
-        self._idle.add(idle)
+                self._free(chunk)
+        self.accounts.add_idle(idle)
 
     def unlist(self, held: Chunk) -> bool:
         """Let nobody find this chunk again; False when that was so before."""

@@ -7,6 +7,7 @@ its tail first.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from lmcache_kernels.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from .chunk_table import Chunk, ChunkKey
 
@@ -33,8 +34,17 @@ class EvictionPolicy(Protocol):
         """The next to go, which is no longer idle then; None if there is none."""
         ...
 
+    def __iter__(self) -> Iterator[Chunk]:
+        """All that are idle, more or less in the order in which they would go."""
+        ...
+
     def __len__(self) -> int:
         """How many are idle."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Of their slots."""
         ...
 
 
@@ -44,8 +54,15 @@ class LeastRecentlyUsed:
     def __init__(self) -> None:
         self._idle = _Queue()
 
+    def __iter__(self) -> Iterator[Chunk]:
+        return iter(self._idle)
+
     def __len__(self) -> int:
         return self._idle.count
+
+    @property
+    def nbytes(self) -> int:
+        return self._idle.nbytes
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         self._idle.add(chunks)
@@ -78,8 +95,15 @@ class S3Fifo:
         self._gone: OrderedDict[ChunkKey, None] = OrderedDict()
         self._most = 0  # ever idle at once: so many names are remembered
 
+    def __iter__(self) -> Iterator[Chunk]:
+        return itertools.chain(self._small, self._main)
+
     def __len__(self) -> int:
         return self._small.count + self._main.count
+
+    @property
+    def nbytes(self) -> int:
+        return self._small.nbytes + self._main.nbytes
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks if self._gone else ():
@@ -98,7 +122,7 @@ class S3Fifo:
             )
 
     def victim(self) -> Chunk | None:
-        share = self.SMALL_SHARE * (self._small.nbytes + self._main.nbytes)
+        share = self.SMALL_SHARE * self.nbytes
         if self._small.count and (self._small.nbytes > share or not self._main.count):
             chunk = self._small.pop()
             if chunk is not None:
@@ -138,6 +162,11 @@ class _Queue:
 
     def __contains__(self, batch: Batch) -> bool:
         return batch in self._batches
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """In the order in which :meth:`pop` gives them."""
+        for batch in self._batches:
+            yield from (chunk for chunk in reversed(batch.chunks) if chunk.batch is batch)
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         if not chunks:

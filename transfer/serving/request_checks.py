@@ -9,7 +9,10 @@ from lmcache_kernels.transfer.messages import (
     DIGEST_BYTES,
     MAX_CHUNKS,
     MAX_NAME,
+    MAX_PIN_SECONDS,
+    MAX_TENANT,
     MAX_TRANSFERS,
+    is_tenant,
     split_digests,
 )
 from lmcache_kernels.transfer.sharing.descriptors import MAX_TENSORS
@@ -83,10 +86,45 @@ def unique_shards(shards: list[bytes]) -> list[bytes]:
     return list(dict.fromkeys(shards))
 
 
-def check_name(name: str) -> None:
+def unique_needs(shards: list[bytes], windows: list[int]) -> tuple[list[bytes], list[int]]:
+    """Shards and their windows, no pair twice; no windows where there were none."""
+    if not windows:
+        return unique_shards(shards), []
+    unique_shards(shards)
+    if len(windows) != len(shards):
+        raise RefusedError(
+            "bad_request",
+            f"windows: expected one for each of {len(shards)} shards, got {len(windows)}",
+        )
+    if not (min(windows) >= 0 and max(windows) <= MAX_CHUNKS):
+        raise RefusedError(
+            "bad_request",
+            f"windows: expected 0 <= chunks <= {MAX_CHUNKS}, got {min(windows)} to {max(windows)}",
+        )
+    needs = dict.fromkeys(zip(shards, windows, strict=True))
+    return [shard for shard, _ in needs], [window for _, window in needs]
+
+
+def check_name(name: str, what: str = "request id") -> None:
     if len(name) > MAX_NAME:
         raise RefusedError(
-            "bad_request", f"request id: expected <= {MAX_NAME} characters, got {len(name)}"
+            "bad_request", f"{what}: expected <= {MAX_NAME} characters, got {len(name)}"
+        )
+
+
+def check_tenant(tenant: str) -> None:
+    if not is_tenant(tenant):
+        raise RefusedError(
+            "bad_request",
+            f"tenant: expected <= {MAX_TENANT} printable characters without @ / \\, got "
+            f"{tenant[: MAX_TENANT + 1]!r}",
+        )
+
+
+def check_pin_seconds(seconds: float) -> None:
+    if not 0 < seconds <= MAX_PIN_SECONDS:
+        raise RefusedError(
+            "bad_request", f"pin: expected 0 < seconds <= {MAX_PIN_SECONDS:g}, got {seconds}"
         )
 
 

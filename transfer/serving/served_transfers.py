@@ -17,10 +17,16 @@ from lmcache_kernels.transfer.messages import (
     StoreBlocks,
 )
 
-from .request_checks import RefusedError, check_instance, check_transfers, checked_digests
+from .request_checks import (
+    RefusedError,
+    check_instance,
+    check_tenant,
+    check_transfers,
+    checked_digests,
+)
 from .served_cache import stopped
 from .served_caches import result_of
-from .store import NO_TICKET
+from .tickets import NO_TICKET
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,8 +72,11 @@ class ServedTransfers:
     def _store_blocks(self, request: StoreBlocks, now: float, deadline: float) -> Later | Reply:
         worker, cache, copies = self._served(request.instance, now)
         digests, blocks = _checked(request, copies, loading=False)
+        check_tenant(request.tenant)
         cache.check_may_run(request.transfer)
-        slots = self._store.reserve(cache.owner, worker.shard, digests, worker.slot_bytes, now)
+        slots = self._store.reserve(
+            cache.owner, worker.shard, digests, worker.slot_bytes, now, request.tenant
+        )
         if not slots.indices:
             return Copied(ticket=NO_TICKET, chunks=0)
         ticket = slots.ticket

@@ -22,6 +22,7 @@ from lmcache_kernels.transfer.messages import (
     GetPart,
     Hello,
     Lookup,
+    Pin,
     Ping,
     Pong,
     PrepareRetrieve,
@@ -29,26 +30,34 @@ from lmcache_kernels.transfer.messages import (
     PutPart,
     Register,
     Registered,
+    Unpin,
     Unregister,
     Welcome,
 )
+from lmcache_kernels.transfer.tiering.loading import Asked
 from lmcache_kernels.transfer.tiering.tiers import Tiers
 
 from .inbox import Inbox
 from .known_workers import KnownWorker, KnownWorkers, Liveness
+from .leases import LEASE_TTL
+from .pins import PIN_LIMIT
 from .request_checks import (
     RefusedError,
     check_chunk_bytes,
     check_instance,
     check_name,
     check_shard,
+    check_tenant,
     checked_digests,
+    unique_needs,
     unique_shards,
 )
 from .served_caches import ServedCaches
 from .served_parts import ServedParts
+from .served_pins import ServedPins
 from .served_transfers import ServedTransfers
-from .store import LEASE_TTL, READ_TTL, WRITE_TTL, ChunkStore
+from .store import ChunkStore
+from .tickets import READ_TTL, WRITE_TTL
 from .worker_transfers import WorkerTransfers
 
 if TYPE_CHECKING:
@@ -57,10 +66,13 @@ if TYPE_CHECKING:
     from lmcache_kernels.transfer.memory.arena import Arena
     from lmcache_kernels.transfer.messages import Reply, Request
 
+    from .accounts import QuotaUse
     from .chunk_table import ChunkState
     from .eviction import Eviction
     from .known_workers import WorkerState
     from .later import Later
+    from .pins import PinState
+    from .quotas import Quotas
     from .tier import Tier
 
 logger = logging.getLogger(__name__)
@@ -81,13 +93,15 @@ class CacheService:
         read_ttl: seconds a worker has to end a retrieve.
         liveness: after how long a silent worker is dropped with all it was doing.
         eviction: which chunks go, and when.
+        quotas: of tenants, to begin with.
+        pin_limit: part of the arena that all pins together may hold.
         arena: the arena, if this process copies for workers that want it to, or from and to tiers.
         tiers: below the arena, in the order in which they are asked; closed with the service.
         tier_store_policy: what goes down to them, one of :data:`.tiers.STORE_POLICIES`.
         wake: called, from any thread, when :meth:`finished` has something to do.
 
     Raises:
-        ConfigError: a size or time that is not above 0, a policy that does not exist, or tiers without
+        ConfigError: a size or time that is not above 0, a limit that is not in [0, 1], a policy that does not exist, or tiers without
             an arena.
         TierUnavailable: a tier that cannot use the arena.
     """
@@ -104,6 +118,8 @@ class CacheService:
         read_ttl: float = READ_TTL,
         liveness: Liveness | None = None,
         eviction: Eviction | None = None,
+        quotas: Quotas | None = None,
+        pin_limit: float = PIN_LIMIT,
         arena: Arena | None = None,
         tiers: Sequence[Tier] = (),
         tier_store_policy: str = "all",
@@ -118,6 +134,8 @@ class CacheService:
             lease_ttl=lease_ttl,
             read_ttl=read_ttl,
             eviction=eviction,
+            quotas=quotas,
+            pin_limit=pin_limit,
         )
         self._workers = KnownWorkers(self._store, arena_bytes, liveness or Liveness())
         self._inbox = Inbox(wake)
@@ -136,12 +154,15 @@ class CacheService:
         self._refused = 0
         self._failed = 0
         transfers = WorkerTransfers(self._store, self._workers)
+        pins = ServedPins(self._store)
         self._methods: dict[type[Request], Callable[[Any, float], Reply | Later]] = {
             Hello: self._hello,
             Ping: self._ping,
             Register: self._register,
             Unregister: self._unregister,
             EndSession: self._end_session,
+            Pin: pins.pin,
+            Unpin: pins.unpin,
             Clear: self._clear,
             PrepareStore: transfers.prepare_store,
             CommitStore: transfers.commit_store,
@@ -293,6 +314,25 @@ class CacheService:
             "waiting_stores": 0 if self._tiers is None else self._tiers.waiting,
         }
 
+    # --- quotas and pins --------------------------------------------------------------------------
+
+    def set_quota(self, tenant: str | None, nbytes: int | None) -> None:
+        """See :meth:`.store.ChunkStore.set_quota`."""
+        self._store.set_quota(tenant, nbytes)
+
+    def quotas(self) -> dict[str, QuotaUse]:
+        """See :meth:`.store.ChunkStore.quotas`."""
+        return self._store.quotas()
+
+    @property
+    def default_quota(self) -> int | None:
+        """See :attr:`.store.ChunkStore.default_quota`."""
+        return self._store.default_quota
+
+    def pins(self, now: float) -> list[PinState]:
+        """All there are, by name."""
+        return self._store.pins(now)
+
     # --- connection -------------------------------------------------------------------------------
 
     def _hello(self, request: Hello, now: float) -> Reply:
@@ -348,12 +388,14 @@ class CacheService:
 
     def _lookup(self, request: Lookup, now: float, deadline: float) -> Reply | Later:
         check_name(request.request)
-        shards = unique_shards(request.shards)
+        check_tenant(request.tenant)
+        shards, windows = unique_needs(request.shards, request.windows)
         digests = checked_digests(request.digests)
-        found = self._store.lookup(request.request, shards, digests, now)
+        found = self._store.lookup(request.request, shards, digests, now, windows)
         reply: Found | Later = Found(chunks=found)
         if self._tiers is not None:
-            reply = self._tiers.looked_up(request.request, shards, digests, found, now, deadline)
+            asked = Asked(request.request, shards, windows, digests, request.tenant)
+            reply = self._tiers.looked_up(asked, found, now, deadline)
         if isinstance(reply, Found):
             self._store.counters.answered(len(digests), reply.chunks)
         return reply

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lmcache_kernels.errors import LocalProtocolError
 from lmcache_kernels.transfer.messages import Done, LoadSlots, StoreSlots
 
-from .request_checks import RefusedError, checked_digests
+from .request_checks import RefusedError, check_tenant, checked_digests
 
 if TYPE_CHECKING:
     from lmcache_kernels.transfer.messages import (
@@ -40,7 +40,10 @@ class WorkerTransfers:
     def prepare_store(self, request: PrepareStore, now: float) -> Reply:
         worker = self._worker(request.instance, now)
         digests = checked_digests(request.digests)
-        slots = self._store.reserve(worker.owner, worker.shard, digests, worker.slot_bytes, now)
+        check_tenant(request.tenant)
+        slots = self._store.reserve(
+            worker.owner, worker.shard, digests, worker.slot_bytes, now, request.tenant
+        )
         return StoreSlots(ticket=slots.ticket, indices=slots.indices, offsets=slots.offsets)
 
     def commit_store(self, request: CommitStore, now: float) -> Reply:

@@ -11,22 +11,25 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from lmcache_kernels.errors import RemoteProtocolError
 from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES, read_header
 from lmcache_kernels.transfer.messages import Found
+from lmcache_kernels.transfer.serving.finding import NO_WINDOW, find
 from lmcache_kernels.transfer.serving.later import Later
 from lmcache_kernels.transfer.serving.store import TIERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from lmcache_kernels.transfer.memory.arena import Arena
     from lmcache_kernels.transfer.serving.chunk_table import ChunkKey
     from lmcache_kernels.transfer.serving.inbox import Inbox
-    from lmcache_kernels.transfer.serving.store import ChunkStore, Reservation
+    from lmcache_kernels.transfer.serving.store import ChunkStore
+    from lmcache_kernels.transfer.serving.tickets import Reservation
 
     from .link import TierLink
 
@@ -69,17 +72,26 @@ class Level(Protocol):
         ...
 
 
-@dataclass(eq=False)
-class _Job:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A lookup: see :class:`~lmcache_kernels.transfer.messages.Lookup`. What comes up is charged to the
+    ``tenant``."""
+
     request: str
     shards: Sequence[bytes]
+    windows: Sequence[int]
     digests: Sequence[bytes]
+    tenant: str = ""
+
+
+@dataclass(eq=False)
+class _Job:
+    asked: Asked
     later: Later
     answer_by: float
-    found: int  # chunks of the prefix that are leased
-    next: int  # the first that no load was ordered for
-    end: int  # behind the last that could be there; not known before all tiers were asked
+    found: int  # chunks of the hit that is leased
     located: dict[ChunkKey, int] = field(default_factory=dict)  # index of the level
+    wanted: deque[ChunkKey] = field(default_factory=deque)  # no load was ordered for them
     fetches: set[_Fetch] = field(default_factory=set)
     planned: bool = False
     announced: bool = False  # its caller knows that the reply comes later
@@ -128,9 +140,7 @@ class TierLoads:
 
     def begin(
         self,
-        request: str,
-        shards: Sequence[bytes],
-        digests: Sequence[bytes],
+        asked: Asked,
         found: int,
         now: float,
         deadline: float,
@@ -139,17 +149,16 @@ class TierLoads:
 
         It replaces a lookup of the same request that still waits.
         """
-        self.cancel(request)
-        end = min(len(digests), found + MOST_CHUNKS)
-        if end <= found or len(self._jobs) >= MOST_JOBS:
+        self.cancel(asked.request)
+        digests = asked.digests[: found + MOST_CHUNKS]
+        if len(digests) <= found or len(self._jobs) >= MOST_JOBS:
             return Found(chunks=found)
-        if any(self._chunk_bytes(shard) is None for shard in shards):
+        if any(self._chunk_bytes(shard) is None for shard in asked.shards):
             return Found(chunks=found)
         answer_by = now + ANSWER_AFTER * (deadline - now) if deadline < math.inf else math.inf
-        job = _Job(request, shards, digests, Later(), answer_by, found, next=found, end=end)
-        self._jobs[request] = job
-        missing = [key for index in range(found, end) for key in self._absent(job, index)]
-        self._locate(job, missing, 0, now)
+        job = _Job(replace(asked, digests=digests), Later(), answer_by, found)
+        self._jobs[asked.request] = job
+        self._locate(job, self._absent(job), 0, now)
         if not self._waits(job):
             return Found(chunks=job.found)
         job.announced = True
@@ -173,12 +182,24 @@ class TierLoads:
 
     # --- where the chunks are ---------------------------------------------------------------------
 
-    def _absent(self, job: _Job, index: int) -> Iterable[ChunkKey]:
-        """What of this row of the prefix is neither in the arena nor on its way to it."""
-        for shard in job.shards:
-            key = (shard, job.digests[index])
-            if key not in self._loading and self._store.slot_bytes(key) is None:
-                yield key
+    def _absent(self, job: _Job) -> list[ChunkKey]:
+        """What a longer hit may need and is neither in the arena nor on its way to it."""
+        asked = job.asked
+        windows = asked.windows or [NO_WINDOW] * len(asked.shards)
+        starts = [
+            job.found if window == NO_WINDOW else max(0, job.found + 1 - window)
+            for window in windows
+        ]
+        return [
+            key
+            for index, digest in enumerate(asked.digests)
+            for shard, start in zip(asked.shards, starts, strict=True)
+            if index >= start and not self._is_coming(key := (shard, digest))
+        ]
+
+    def _is_coming(self, key: ChunkKey) -> bool:
+        """In the arena, or on its way to it."""
+        return key in self._loading or self._store.slot_bytes(key) is not None
 
     def _locate(self, job: _Job, missing: list[ChunkKey], level: int, now: float) -> None:
         if not missing or level == len(self._levels):
@@ -200,42 +221,40 @@ class TierLoads:
             self._locate(job, missing, level + 1, now)
 
     def _plan(self, job: _Job) -> None:
+        """Want what the longest hit needs that can be reached."""
         job.planned = True
-        for index in range(job.next, job.end):
-            if any(key not in job.located for key in self._absent(job, index)):
-                job.end = index
+        asked = job.asked
+        hit = find(_Reachable(self, job), asked.shards, asked.digests, asked.windows)
+        job.wanted.extend(hit.chunks() if hit.count > job.found else ())
 
     # --- loading them -----------------------------------------------------------------------------
 
     def _advance(self, job: _Job, now: float) -> None:
         """Order what may be ordered; reply if nothing is left to wait for."""
-        while (
-            job.next < job.end
-            and len(job.fetches) < FETCHES_OF_A_JOB
-            and self._fetches < MOST_FETCHES
-        ):
+        while job.wanted and len(job.fetches) < FETCHES_OF_A_JOB and self._fetches < MOST_FETCHES:
             self._order_batch(job, now)
-        if not job.fetches and job.next >= job.end:
+        if not job.fetches and not job.wanted:
             self._end(job)
 
     def _order_batch(self, job: _Job, now: float) -> None:
-        """Order the next rows, as many as make up a batch."""
-        row_bytes = sum(HEADER_BYTES + (self._chunk_bytes(shard) or 0) for shard in job.shards)
-        rows = max(1, min(BATCH_CHUNKS, BATCH_BYTES // row_bytes))
-        stop = min(job.end, job.next + rows)
-        wanted: dict[tuple[bytes, int], list[ChunkKey]] = {}
-        for key in itertools.product(job.shards, job.digests[job.next : stop]):
+        """Order the next chunks, as many as make up a batch."""
+        batch: dict[tuple[bytes, int], list[ChunkKey]] = {}
+        count = nbytes = 0
+        while job.wanted and count < BATCH_CHUNKS and nbytes < BATCH_BYTES:
+            key = job.wanted.popleft()
             fetch = self._loading.get(key)
             if fetch is not None:
                 fetch.jobs.add(job)
                 job.fetches.add(fetch)
             elif self._store.slot_bytes(key) is None:
                 # Not located: it was in the arena, and has gone since.
-                wanted.setdefault((key[0], job.located.get(key, NOWHERE)), []).append(key)
-        job.next = stop
-        for (shard, level), keys in wanted.items():
+                level = job.located.get(key, NOWHERE)
+                batch.setdefault((key[0], level), []).append(key)
+                count += 1
+                nbytes += HEADER_BYTES + (self._chunk_bytes(key[0]) or 0)
+        for (shard, level), keys in batch.items():
             if level == NOWHERE:
-                job.end = job.next
+                job.wanted.clear()
             else:
                 self._fetch(job, shard, level, keys, now)
 
@@ -243,12 +262,13 @@ class TierLoads:
         chunk_bytes = self._chunk_bytes(shard)
         link = self._levels[level].link
         if chunk_bytes is None or not link.may_try(now):
-            job.end = job.next
+            job.wanted.clear()
             return
         nbytes = HEADER_BYTES + chunk_bytes
-        slots = self._store.reserve(LOADER, shard, [digest for _, digest in keys], nbytes, now)
+        digests = [digest for _, digest in keys]
+        slots = self._store.reserve(LOADER, shard, digests, nbytes, now, job.asked.tenant)
         if len(slots.indices) < len(keys):  # no room, or a worker is just storing them
-            job.end = job.next
+            job.wanted.clear()
         if not slots.indices:
             return
         keys = [keys[index] for index in slots.indices]
@@ -284,29 +304,49 @@ class TierLoads:
             if self._waits(job):
                 self._arrived(job, now)
                 if bad:
-                    job.end = job.next
+                    job.wanted.clear()
         for job in list(self._jobs.values()):
             if job.planned and self._waits(job):
                 self._advance(job, now)
 
     def _arrived(self, job: _Job, now: float) -> None:
-        before = job.found
-        job.found = self._store.extend(job.request, job.shards, job.digests[: job.next], now)
-        for digest in job.digests[before : job.found]:
-            level = job.located.get((job.shards[0], digest))
+        before, asked = job.found, job.asked
+        job.found = self._store.extend(
+            asked.request, asked.shards, asked.digests, now, asked.windows
+        )
+        for digest in asked.digests[before : job.found]:
+            level = job.located.get((asked.shards[0], digest))
             if level is None:  # it was here already, behind one that was not
                 self._store.counters.hit += 1
             else:
                 self._levels[level].link.counters.gained += 1
 
     def _waits(self, job: _Job) -> bool:
-        return self._jobs.get(job.request) is job
+        return self._jobs.get(job.asked.request) is job
 
     def _end(self, job: _Job) -> None:
-        del self._jobs[job.request]
+        del self._jobs[job.asked.request]
         if job.announced:
-            self._store.counters.answered(len(job.digests), job.found)
+            self._store.counters.answered(len(job.asked.digests), job.found)
             self._inbox.reply(job.later, Found(chunks=job.found))
+
+
+class _Reachable:
+    """What a job can count on: in the arena, on its way to it, or located below. As keys."""
+
+    def __init__(self, loads: TierLoads, job: _Job) -> None:
+        self._is_coming = loads._is_coming
+        self._located = job.located
+
+    def prefix(self, shard: bytes, digests: Sequence[bytes]) -> list[ChunkKey]:
+        keys = ((shard, digest) for digest in digests)
+        return list(itertools.takewhile(self._is_there, keys))
+
+    def resident(self, key: ChunkKey) -> ChunkKey | None:
+        return key if self._is_there(key) else None
+
+    def _is_there(self, key: ChunkKey) -> bool:
+        return key in self._located or self._is_coming(key)
 
 
 def _holds(place: memoryview, key: ChunkKey, chunk_bytes: int) -> bool:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from lmcache_kernels.transfer.serving.store import ChunkStore
     from lmcache_kernels.transfer.serving.tier import Tier
 
+    from .loading import Asked
+
 logger = logging.getLogger(__name__)
 
 MOST_SENT = 1 << 16
@@ -89,20 +91,12 @@ class Tiers:
 
     # --- what the service tells -------------------------------------------------------------------
 
-    def looked_up(
-        self,
-        request: str,
-        shards: Sequence[bytes],
-        digests: Sequence[bytes],
-        found: int,
-        now: float,
-        deadline: float,
-    ) -> Found | Later:
+    def looked_up(self, asked: Asked, found: int, now: float, deadline: float) -> Found | Later:
         """The reply to a lookup of which the arena has ``found`` chunks; see :meth:`.TierLoads.begin`."""
         if self._policy == "found" and found:
-            keys = [(shard, digest) for digest in digests[:found] for shard in shards]
+            keys = [(shard, digest) for digest in asked.digests[:found] for shard in asked.shards]
             self._send([key for key in keys if key not in self._sent], now)
-        return self._loads.begin(request, shards, digests, found, now, deadline)
+        return self._loads.begin(asked, found, now, deadline)
 
     def end_session(self, request: str) -> None:
         """Nobody waits for a lookup of this request any more."""
