@@ -153,9 +153,8 @@ class ServerConfig:
     curve_clients: str = _setting(
         "",
         Text("DIRECTORY"),
-        "Where the *.key files of those are who may connect. A reload reads it again; who is "
+        "Where the *.key files of those are who may connect. A reload looks for them again; who is "
         "connected stays so.",
-        live=True,
     )
     http_host: str = _setting(
         "127.0.0.1",

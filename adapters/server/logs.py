@@ -41,12 +41,12 @@ class JsonFormatter(logging.Formatter):
 
 
 class ServerLog:
-    """Standard error as the log of this process, while the context lasts."""
+    """Standard error as the log of this process, Python's warnings among it, while the context lasts."""
 
     def __init__(self, log_format: str, log_level: str) -> None:
         self._handler = logging.StreamHandler()
+        self._wanted = log_format, log_level
         self._before = logging.root.level
-        self.change(log_format, log_level)
 
     def change(self, log_format: str, log_level: str) -> None:
         """Log like this from now on; see :data:`.config.LOG_FORMATS` and :data:`.config.LOG_LEVELS`."""
@@ -55,10 +55,14 @@ class ServerLog:
         logging.root.setLevel(log_level.upper())
 
     def __enter__(self) -> ServerLog:
+        self._before = logging.root.level
+        self.change(*self._wanted)
         logging.root.addHandler(self._handler)
+        logging.captureWarnings(True)
         return self
 
     def __exit__(self, *exception: object) -> None:
+        logging.captureWarnings(False)
         logging.root.removeHandler(self._handler)
         logging.root.setLevel(self._before)
 

@@ -28,12 +28,13 @@ class LoggedServer:
         self._ended = False
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        ready = re.match(
-            r"lmcache-kernels: serving (\S+) \(arena (\S+),", process.stdout.readline()
-        )
+        self.url, self.segment = "", SHM
+
+    def wait_ready(self) -> None:
+        line = self.process.stdout.readline()
+        ready = re.match(r"lmcache-kernels: serving (\S+) \(arena (\S+),", line)
         assert ready, self.log()
-        self.url = ready[1]
-        self.segment = SHM / ready[2]
+        self.url, self.segment = ready[1], SHM / ready[2]
 
     def _read(self) -> None:
         for line in self.process.stderr:
@@ -59,6 +60,12 @@ class LoggedServer:
             matches = found()
         assert len(matches) >= times, f"{pattern!r} is not in the log:\n{self.log()}"
         return matches[times - 1]
+
+    def close(self) -> None:
+        """The process has ended: let go of its pipes."""
+        self._reader.join(PATIENCE)
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            pipe.close()
 
     def send(self, number: int) -> None:
         self.process.send_signal(number)
@@ -91,10 +98,11 @@ def logged_server(*arguments: str, environment: dict[str, str] | None = None):
         stderr=subprocess.PIPE,
         text=True,
     )
+    server = LoggedServer(process)
     try:
-        yield LoggedServer(process)
+        server.wait_ready()
+        yield server
     finally:
         process.kill()
         process.wait()
-        for pipe in (process.stdin, process.stdout):
-            pipe.close()
+        server.close()
