@@ -39,10 +39,14 @@ class Store:
     options: dict = field(default_factory=dict)
     rigs: list = field(default_factory=list)
 
+    def full_url(self, **options):
+        """With the options of every tier of this store, and these."""
+        query = "&".join(f"{name}={value}" for name, value in (self.options | options).items())
+        return f"{self.url}?{query}"
+
     def open(self, **options):
         """A tier of its own; closed with the store."""
-        query = "&".join(f"{name}={value}" for name, value in (self.options | options).items())
-        rig = Rig(open_tier(f"{self.url}?{query}"))
+        rig = Rig(open_tier(self.full_url(**options)))
         self.rigs.append(rig)
         return rig
 

@@ -25,6 +25,7 @@ from lmcache_kernels.errors import Closed, ConfigError, PeerGone, TransferTimeou
 from lmcache_kernels.transfer.messages import Ping, Pong, PrepareStore, Register
 from lmcache_kernels.transfer.serving.eviction import Eviction
 from lmcache_kernels.transfer.serving.known_workers import Liveness
+from lmcache_kernels.transfer.serving.quotas import Quotas
 
 LIVE = {
     "eviction_trigger_watermark": 0.5,
@@ -34,6 +35,7 @@ LIVE = {
     "drain_timeout_seconds": 3.0,
     "log_format": "json",
     "log_level": "error",
+    "quota": ("a=1",),
 }
 """Other values of the settings that may change."""
 
@@ -200,7 +202,8 @@ def test_every_live_setting_reaches_the_part_that_takes_it(tmp_path):
         control = Control(loop, service, log, sources.read(), sources, None)
         path.write_text("".join(f"{key_of(name)} = {shown(it)}\n" for name, it in LIVE.items()))
         control._apply(sources.read().config, "keys")
-        assert given == [(Eviction("lru", 0.5, 0.5), Liveness(60, 700)), "keys"]
+        quotas = Quotas({"a": 1 << 30})
+        assert given == [(Eviction("lru", 0.5, 0.5), Liveness(60, 700), quotas), "keys"]
         assert control.drain.timeout == 3.0
         assert isinstance(log._handler.formatter, JsonFormatter)
         assert logging.root.level == logging.ERROR

@@ -33,6 +33,9 @@ MOST_WAITING = 1 << 17
 BATCH_BYTES = 32 << 20
 BATCH_CHUNKS = 256
 
+ARENA_PART = 1 / 32
+"""Of the arena, what one batch may hold at most: nobody can have that memory meanwhile."""
+
 BATCHES_UNDER_WAY = 2
 """Of one tier: the next is there when one is over."""
 
@@ -57,6 +60,7 @@ class WriteBack:
         self._store = store
         self._arena = arena
         self._queues = [_Queue(link) for link in links]
+        self._batch_bytes = min(BATCH_BYTES, ARENA_PART * arena.nbytes)
 
     @property
     def over(self) -> bool:
@@ -96,13 +100,15 @@ class WriteBack:
     def _write(self, queue: _Queue, now: float) -> bool:
         """Begin a batch; False if nothing was left to write."""
         chosen: dict[ChunkKey, int] = {}
-        while queue.waiting and len(chosen) < BATCH_CHUNKS and sum(chosen.values()) < BATCH_BYTES:
+        nbytes = 0
+        while queue.waiting and len(chosen) < BATCH_CHUNKS and nbytes < self._batch_bytes:
             key = queue.waiting.popleft()
             slot_bytes = self._store.slot_bytes(key)
             if slot_bytes is None:
                 queue.link.counters.skipped += 1
             else:
                 chosen[key] = slot_bytes
+                nbytes += slot_bytes
         if not chosen:
             return False
         held = self._store.hold(WRITER, list(chosen), now)
