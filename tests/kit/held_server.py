@@ -1,4 +1,5 @@
-"""A cache server as another process, whose own copies stand still in the middle when told to.
+"""A cache server as another process, whose copies stand still in the middle when told to, as does its
+letting go of a worker's cache.
 
 One line of JSON for each order, answer and event.
 """
@@ -56,15 +57,16 @@ class HeldServer:
         self.end()
 
     def hold(self):
-        """Copies stand still from now on, with one chunk moved if they have several."""
+        """Copies stand still from now on, with one chunk moved if they have several; and so does
+        closing a cache."""
         self._order("hold")
 
     def wait_held(self):
-        """Until one does; "gather" or "scatter"."""
+        """Until one does; "gather", "scatter" or "close"."""
         return self._events.get(timeout=WAIT)
 
     def let_go(self):
-        """Copies go on, those that come too."""
+        """All go on, those that come too."""
         self._order("let_go")
 
     def stats(self):
@@ -146,6 +148,12 @@ def main(settings):
 
             def scatter(self, moves, after, layers=None):
                 return self._halt("scatter", moves)
+
+            def close(self):
+                if not going.is_set():
+                    say("event", "close")
+                    assert going.wait(WAIT)
+                super().close()
 
             def _halt(self, direction, moves):
                 run = HostMover.gather if direction == "gather" else HostMover.scatter

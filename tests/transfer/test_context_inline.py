@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from contextlib import ExitStack
 
@@ -223,6 +224,55 @@ def test_through_a_real_server_and_a_chunk_that_was_damaged_there(unmapped, open
     assert context.submit_retrieve(digests, [to]).result(WAIT) == 1
     assert context.submit_store(digests, [[0, 1, 2, 3, 4, 5]]).result.result(WAIT) == 1
     assert context.submit_retrieve(digests, [to]).result(WAIT) == 3
+
+
+def test_fault_e07_without_shared_memory_one_warning_names_cause_and_remedy_and_all_works(
+    unmapped, opened, caplog
+):
+    """Through a real server, whose arena the worker cannot map."""
+    server = opened.enter_context(spawn_server(size_gb=0.01, chunk_size=CHUNK))
+    client = opened.enter_context(CacheClient(server.url, chunk_tokens=CHUNK))
+    client.wait_ready(WAIT)
+    context, cache = context_at(client, opened)
+    with caplog.at_level(logging.WARNING):
+        context.register()
+        for round_ in range(3):
+            digests = names(2)
+            ids = [4 * round_ + n for n in range(4)]
+            assert context.submit_store(digests, [ids]).result.result(WAIT) == 2
+            assert context.submit_retrieve(digests, [[20, 21, 22, 23]]).result(WAIT) == 2
+            assert torch.equal(oracle_chunk(cache, [20, 21, 22, 23]), oracle_chunk(cache, ids))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "not in this container" in record.getMessage(), "the cause"
+    assert "let both processes have the same /dev/shm and user" in record.getMessage()
+
+
+def test_fault_e07_an_empty_part_is_refused_at_once_and_a_slot_without_parts_is_never_loaded(
+    opened, unmapped
+):
+    port = GatePort(opened.enter_context(EmbeddedCache(1 << 18, chunk_tokens=CHUNK)))
+    context, cache = context_at(port, opened)
+    context.register()
+    before = cache.snapshot()
+    (digest,) = names(1)
+
+    def ask(message):
+        return port.request(message, WAIT).result(0)
+
+    slots = ask(PrepareStore(instance=context.instance, digests=digest))
+    for message in (
+        PutPart(instance=context.instance, ticket=slots.ticket, index=0, start=0, data=b""),
+        GetPart(instance=context.instance, ticket=slots.ticket, index=0, start=0, nbytes=0),
+    ):
+        with pytest.raises(RemoteError) as caught:
+            ask(message)
+        assert caught.value.code in ("bad_request", "unknown_ticket")
+    ask(CommitStore(instance=context.instance, ticket=slots.ticket))
+    assert context.submit_retrieve([digest], [[0, 1]]).result(WAIT) == 0
+    assert untouched_outside(cache, before, [])
+    assert port.inner.stats()["damaged"] == 1
+    assert context.submit_store([digest], [[0, 1]]).result.result(WAIT) == 1, "not offered again"
 
 
 @pytest.fixture

@@ -112,6 +112,42 @@ def test_multimodal_items_change_every_chunk_they_overlap_and_only_from_there_on
     assert image[1] != digests(tokens, spans=[Span("cat", 6, 5)])[1]
 
 
+def test_fault_g03_images_are_told_apart_by_all_of_their_hash_and_by_where_they_are():
+    """Two whose hashes end alike, with the same placeholders for tokens; and one that moves."""
+    tokens = [7] * 24
+    cat, dog = "8c2f" * 15 + "beef", "01d7" * 15 + "beef"
+    near = cat[:-1] + "e"  # nor is a beginning enough
+
+    def named(*spans):
+        return digests(tokens, spans=[Span(*span) for span in spans])
+
+    first = named((cat, 5, 9))
+    for other in (named((dog, 5, 9)), named((near, 5, 9)), named((cat, 6, 9)), named((cat, 5, 8))):
+        assert other[0] == first[0]
+        assert not {*other[1:]} & {*first[1:]}, "from the first chunk that the image overlaps on"
+    assert named((cat, 5, 9)) == first, "the same request again finds everything"
+    assert named((cat, 5, 4), (dog, 9, 4))[2:] != named((dog, 5, 4), (cat, 9, 4))[2:]
+
+
+def test_mp_d31_names_of_models_may_be_any_text():
+    names = ["org/model", "org@model", "a\\b", "a\0b", "x" * 4096, "模型 🦙", "", "/", "@"]
+    assert len({root_digest(model=name, chunk_tokens=4) for name in names}) == len(names)
+
+
+def test_mp_d30_ranks_beyond_what_a_byte_holds_stay_apart():
+    """As many ranks and stages as one likes, each with a shard of its own."""
+    counts = (1, 2, 255, 256, 257, 512, 1 << 16, (1 << 16) + 1, 1 << 32)
+    parts = [
+        {"index": index, "count": count, "stage": stage, "stages": stages}
+        for count in counts
+        for index in {0, 1, 255, 256, 257, 65_536, count - 1}
+        for stages in (1, 257, 1 << 16)
+        for stage in {0, 1, 256, stages - 1}
+        if index < count and stage < stages
+    ]
+    assert len({shard_id(bytes(32), **part) for part in parts}) == len(parts) > 300
+
+
 @pytest.mark.parametrize("bad", [-1, 2**32, 1.5, "x"])
 def test_bad_token_ids_are_refused(bad):
     with pytest.raises(LayoutError, match="token ids"):

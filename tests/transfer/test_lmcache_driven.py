@@ -34,6 +34,7 @@ from lmcache_kernels.transfer.messages import (
     EndSession,
     Found,
     LoadBlocks,
+    Loaded,
     Lookup,
     PrepareStore,
     Register,
@@ -160,6 +161,20 @@ def test_a_store_is_found_once_the_worker_has_committed_it(rig):
     rig.port.let_go()
     assert transfer.result.result(WAIT) == 2
     assert rig.found(digests) == 2
+
+
+def test_mp_017_without_an_event_a_transfer_is_over_with_the_reply(rig):
+    """Also one that moved nothing. A reply carries a number and no event that somebody could wait
+    for: it comes when the copy is over."""
+    missing = rig.load(names(2), [0, 1, 2, 3])
+    assert missing.result(WAIT) == 0
+    digests = names(1)
+    assert rig.store(digests, [0, 1]).result.result(WAIT) == 1
+    again = rig.store(digests, [0, 1]).result
+    assert again.result(WAIT) == 0
+    assert {message.event for message in rig.port.of((LoadBlocks, StoreBlocks))} == {b""}
+    replies = [reply for message, reply in rig.port.replies if isinstance(message, LoadBlocks)]
+    assert replies == [Loaded(chunks=0)]
 
 
 def test_submitting_does_not_wait_and_other_requests_are_served_meanwhile(rig):

@@ -296,8 +296,8 @@ def test_a_refused_registration_leaves_the_one_before(registered):
         ({"instance": -1}, "bad_request", "instance"),
     ],
 )
-def test_defect_d26_wrong_transfers_hold_nothing(registered, make, change, code, message):
-    """D-26: whatever is wrong, too few block ids among it, no chunk stays leased or reserved."""
+def test_mp_096_mp_d26_wrong_transfers_hold_nothing(registered, make, change, code, message):
+    """Whatever is wrong, too few block ids among it, no chunk stays leased or reserved."""
     before = registered.tensor.clone()
     stats = registered.cache.stats()
     first = {"first": 4} if make is store else {}

@@ -15,7 +15,7 @@ from lmcache_kernels.adapters.messaging.client import CacheClient
 from lmcache_kernels.chunk_layout import ChunkLayout
 from lmcache_kernels.transfer.cache_forms import ShardPart
 from lmcache_kernels.transfer.memory.arena import SHM_DIRECTORY, sweep_stale_segments
-from lmcache_kernels.transfer.messages import Lookup, Ping, Unregister
+from lmcache_kernels.transfer.messages import Done, Lookup, Ping, Register, Unregister
 from lmcache_kernels.views import group_of
 
 WAIT = 60.0
@@ -157,6 +157,48 @@ def test_a_copy_that_stands_still_holds_nobody_else_up(server, direction):
         server.let_go()
         assert two.result() == 2
         assert one.result() == (1 if direction == "store" else 2)
+
+
+@pytest.mark.parametrize("how", ["unregister", "kill"])
+def test_fault_e08_a_cache_that_takes_long_to_let_go_of_holds_nobody_else_up(dropping, how):
+    """A worker left, or died, and the server stands still while it closes what it had opened."""
+    with (
+        CacheClient(dropping.url) as client,
+        ServedWorker(dropping.url, instance=1) as one,
+        ServedWorker(dropping.url, instance=2) as two,
+    ):
+        client.wait_ready(WAIT)
+        one.submit("store", 2)
+        assert one.result() == 2
+        dropping.hold()
+        if how == "kill":
+            one.kill()
+        else:
+            left = client.request(Unregister(instance=1), WAIT)
+        assert dropping.wait_held() == "close"
+
+        def median_seconds(*requests):
+            times = []
+            for request in requests:
+                began = time.monotonic()
+                client.request(request, WAIT).result(WAIT)
+                times.append(time.monotonic() - began)
+            return sorted(times)[len(times) // 2]
+
+        assert median_seconds(*[Ping()] * 5) < 1
+        others = [Register(instance=10 + n, shard=bytes(32), chunk_bytes=512) for n in range(5)]
+        assert median_seconds(*others) < 1
+        assert found(dropping.url, 2) == 2
+        with ServedWorker(dropping.url, instance=3) as three:
+            assert dropping.mappings(three.segment) == 1, "it has registered its cache meanwhile"
+            assert dropping.mappings(one.segment) == 1
+            dropping.let_go()
+            eventually(lambda: dropping.stats()["caches"] == 2)
+            assert dropping.mappings(one.segment) == 0
+            if how == "unregister":
+                assert left.result(WAIT) == Done()
+            two.submit("load", 2)
+            assert two.result() == 2
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])

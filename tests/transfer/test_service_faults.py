@@ -13,6 +13,7 @@ from lmcache_kernels.transfer.memory.slot_header import HEADER_BYTES
 from lmcache_kernels.transfer.messages import (
     PROTOCOL_VERSION,
     AbortStore,
+    Clear,
     CommitRetrieve,
     CommitStore,
     Done,
@@ -181,6 +182,86 @@ def test_fault_d09_lookups_that_load_nothing_starve_no_eviction() -> None:
     cache.ask(EndSession(request="probe"))
     assert cache["idle"] == 100
     assert cache.store(1, some(100)) == 100
+
+
+def test_mp_d37_fault_d04_looking_up_again_renews_what_a_request_holds() -> None:
+    """No message is needed for that alone; a read that has begun needs no lease any more."""
+    cache = Cache(4, lease_ttl=300, liveness=Liveness(1e6, 1e6))
+    cache.register(1)
+    digests = some(2)
+    cache.store(1, digests)
+    assert cache.lookup(digests, "a") == 2
+    for _ in range(3):
+        cache.pass_time(200)
+        assert cache.lookup(digests, "a") == 2
+        assert (cache["leases"], cache["idle"]) == (1, 0), "once, not once more each time"
+    cache.pass_time(299)
+    load = cache.ask(PrepareRetrieve(instance=1, digests=b"".join(digests)))
+    cache.pass_time(1)
+    assert cache["leases"] == 0
+    assert cache.store(1, some(4)) == 2, "it is being read"
+    assert cache.ask(CommitRetrieve(instance=1, ticket=load.ticket)) == Done()
+
+
+def test_mp_086_a_lookup_is_answered_once_and_leaves_no_job_that_could_be_asked_twice() -> None:
+    """Its answer is the hit itself. Who asks again is told what is true then."""
+    cache = Cache(8)
+    cache.register(1)
+    digests = some(4)
+    assert cache.lookup(digests) == 0
+    assert cache["leases"] == 0
+    cache.store(1, digests[:3])
+    assert [cache.lookup(digests) for _ in range(3)] == [3, 3, 3]
+    assert cache["leases"] == 1
+    cache.ask(EndSession(request="r"))
+    assert (cache["leases"], cache["idle"]) == (0, 3)
+    cache.ask(Clear())
+    assert cache.lookup(digests) == 0
+
+
+def test_mp_088_fault_g06_each_of_four_readers_holds_what_it_reads() -> None:
+    """One object for all ranks of a model that each need all of it: after three of four reads it is
+    held still, after the fourth it can be evicted. The lookup's lease is a fifth holder."""
+    cache = Cache(2)
+    ranks = (1, 2, 3, 4)
+    for instance in ranks:
+        cache.register(instance)
+    digests = some(2)
+    assert cache.store(1, digests) == 2
+    assert cache["stored"] == 2
+    assert cache.lookup(digests) == 2
+    reads = {
+        instance: cache.ask(PrepareRetrieve(instance=instance, digests=b"".join(digests)))
+        for instance in ranks
+    }
+    assert {tuple(load.offsets) for load in reads.values()} == {(0, SLOT)}
+    assert cache["reads"] == 4
+    assert cache.ask(EndSession(request="r")) == Done()
+    for left, instance in zip((3, 2, 1, 0), ranks, strict=True):
+        assert cache.store(1, some(2)) == 0
+        done = CommitRetrieve(instance=instance, ticket=reads[instance].ticket)
+        assert cache.ask(done) == Done()
+        assert cache.ask(done).code == "unknown_ticket", "its share is given back once"
+        assert (cache["reads"], cache["idle"]) == (left, 0 if left else 2)
+    assert cache.store(1, some(2)) == 2
+
+
+@given(st.permutations([0, 1, 2]))
+def test_mp_d34_reads_of_the_same_chunks_by_one_worker_are_each_their_own(order) -> None:
+    """Two requests load the same range at once, and a third a part of it: each end lets go of its own."""
+    cache = Cache(4)
+    cache.register(1)
+    digests = some(4)
+    cache.store(1, digests)
+    parts = [digests, digests, digests[:2]]
+    reads = [cache.ask(PrepareRetrieve(instance=1, digests=b"".join(part))) for part in parts]
+    assert len({load.ticket for load in reads}) == 3
+    for position, number in enumerate(order):
+        done = CommitRetrieve(instance=1, ticket=reads[number].ticket)
+        assert cache.ask(done) == Done()
+        assert cache.ask(done).code == "unknown_ticket"
+        held = max((len(parts[other]) for other in order[position + 1 :]), default=0)
+        assert cache["idle"] == 4 - held
 
 
 def test_fault_e02_an_idle_worker_that_pings_is_kept_for_ever() -> None:

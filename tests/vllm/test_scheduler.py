@@ -82,6 +82,20 @@ def test_a_lookup_is_sent_once_and_polled_without_blocking(port):
     assert len(port.of(Lookup)) == 1
 
 
+def test_mp_086_no_answer_while_the_lookup_runs_then_its_hit_as_often_as_the_engine_asks(port):
+    """One question and one answer: there is no job at the server that an answer uses up."""
+    side = make(port)
+    request = Request("a", list(range(300)))
+    assert [side.matched_tokens(request, 0) for _ in range(3)] == [(None, False)] * 3
+    port.answer(2)
+    assert [side.matched_tokens(request, 0) for _ in range(3)] == [(2 * CHUNK, True)] * 3
+    assert len(port.of(Lookup)) == 1
+    side.finished("a")
+    assert ended(port) == sessions(port)
+    assert ask(side, port, request, 0) == (0, False), "the same id again asks again"
+    assert len(port.of(Lookup)) == 2
+
+
 @pytest.mark.parametrize("error", [PeerGone("gone"), TransferTimeout("slow")])
 def test_a_lookup_that_fails_is_a_miss_for_good(port, error):
     side = make(port)
