@@ -202,6 +202,9 @@ class Accounts:
             return ()
         if not self._limited:
             return ((self._common, chunks),)
+        pools = {account.pool for account in {chunk.account for chunk in chunks}}
+        if len(pools) == 1:  # nearly always: a prefix has one tenant
+            return ((pools.pop(), chunks),)
         found: dict[Pool, list[Chunk]] = {}
         for chunk in chunks:
             found.setdefault(chunk.account.pool, []).append(chunk)
