@@ -16,8 +16,18 @@ from .options import Options
 from .report import render
 from .results import SCHEMA, Document, ResultError, read, write
 
-BENCHMARKS = ("kernels", "peer", "engine", "arena", "host_cost", "sweep", "planner", "server")
-DEVICES = {"peer": 2, "server": 0}
+BENCHMARKS = (
+    "kernels",
+    "peer",
+    "engine",
+    "arena",
+    "host_cost",
+    "sweep",
+    "planner",
+    "server",
+    "tiers",
+)
+DEVICES = {"peer": 2, "server": 0, "tiers": 0}
 """How many GPUs a benchmark needs, where that is not one."""
 
 

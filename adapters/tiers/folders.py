@@ -52,7 +52,7 @@ class Folders:
         with self._temporary() as folder:
             for name in os.listdir(folder):
                 if _TOKEN.fullmatch(name):
-                    with contextlib.suppress(OSError), _opened(name, os.O_RDWR, folder) as file:
+                    with contextlib.suppress(OSError), _Opened(name, os.O_RDWR, folder) as file:
                         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         os.unlink(name, dir_fd=folder)
 
@@ -64,16 +64,14 @@ class Folders:
             status = os.stat(key[1].hex(), dir_fd=folder, follow_symlinks=False)
             return status.st_size if stat.S_ISREG(status.st_mode) else None
 
-    @contextlib.contextmanager
-    def opened(self, key: ChunkKey) -> Iterator[int]:
+    def opened(self, key: ChunkKey) -> _Opened:
         """Its file, for reading."""
-        with (
-            self._folder(folder_of(key)) as folder,
-            _opened(key[1].hex(), os.O_RDONLY, folder) as file,
-        ):
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise OSError(errno.ENXIO, "not a regular file")
-            yield file
+        with self._folder(folder_of(key)) as folder:
+            file = _Opened(key[1].hex(), os.O_RDONLY, folder)
+        if not stat.S_ISREG(os.fstat(file.descriptor).st_mode):
+            file.close()
+            raise OSError(errno.ENXIO, "not a regular file")
+        return file
 
     @contextlib.contextmanager
     def written(self, key: ChunkKey, *, sync: bool) -> Iterator[int]:
@@ -84,7 +82,7 @@ class Folders:
         """
         token = secrets.token_hex(16)
         new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        with self._temporary() as temporary, _opened(token, new, temporary) as file:
+        with self._temporary() as temporary, _Opened(token, new, temporary) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 yield file
@@ -112,11 +110,11 @@ class Folders:
 
     def all(self) -> Iterator[Folder]:
         """The folders there are."""
-        with self._opened_root() as root:
+        with self._root() as root:
             shards = [name for name in os.listdir(root) if _ID.fullmatch(name)]
         for shard in shards:
             try:
-                with self._opened_root() as root, _opened(shard, _DIRECTORY, root) as folder:
+                with self._root() as root, _Opened(shard, _DIRECTORY, root) as folder:
                     names = [name for name in os.listdir(folder) if _BYTE.fullmatch(name)]
             except OSError as error:
                 if error.errno not in NOT_THERE:
@@ -146,41 +144,45 @@ class Folders:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _folder(self, folder: Folder, *, make: bool = False) -> Iterator[int]:
+    def _folder(self, folder: Folder, *, make: bool = False) -> _Opened:
         shard, first = folder
-        with (
-            self._opened_root() as root,
-            _opened(shard.hex(), _DIRECTORY, root, make) as middle,
-            _opened(f"{first:02x}", _DIRECTORY, middle, make) as descriptor,
-        ):
-            yield descriptor
+        with self._root() as root, _Opened(shard.hex(), _DIRECTORY, root, make) as middle:
+            return _Opened(f"{first:02x}", _DIRECTORY, middle, make)
 
-    @contextlib.contextmanager
-    def _temporary(self) -> Iterator[int]:
-        with self._opened_root() as root, _opened(_TEMPORARY, _DIRECTORY, root, True) as descriptor:
-            yield descriptor
+    def _temporary(self) -> _Opened:
+        with self._root() as root:
+            return _Opened(_TEMPORARY, _DIRECTORY, root, True)
 
-    @contextlib.contextmanager
-    def _opened_root(self) -> Iterator[int]:
-        if not os.path.isdir(self.root):  # not made again: maybe what was mounted there is away
-            raise OSError(errno.ENODEV, "the directory has gone", self.root)
-        with _opened(self.root, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
-            yield descriptor
+    def _root(self) -> _Opened:
+        try:
+            return _Opened(self.root, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # not made again: maybe what was mounted there is away
+            raise OSError(errno.ENODEV, "the directory has gone", self.root) from None
 
 
-@contextlib.contextmanager
-def _opened(name: str, flags: int, parent: int | None = None, make: bool = False) -> Iterator[int]:
-    flags |= os.O_CLOEXEC if flags & os.O_DIRECTORY else _FILE
-    try:
-        descriptor = os.open(name, flags, 0o600, dir_fd=parent)
-    except FileNotFoundError:
-        if not make:
-            raise
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(name, 0o700, dir_fd=parent)
-        descriptor = os.open(name, flags, dir_fd=parent)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+class _Opened:
+    """A descriptor that is closed when the block ends; open from the start."""
+
+    __slots__ = ("descriptor",)
+
+    def __init__(
+        self, name: str, flags: int, parent: int | None = None, make: bool = False
+    ) -> None:
+        flags |= os.O_CLOEXEC if flags & os.O_DIRECTORY else _FILE
+        try:
+            self.descriptor = os.open(name, flags, 0o600, dir_fd=parent)
+        except FileNotFoundError:
+            if not make:
+                raise
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=parent)
+            self.descriptor = os.open(name, flags, dir_fd=parent)
+
+    def __enter__(self) -> int:
+        return self.descriptor
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self.descriptor)
