@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from lmcache_kernels.adapters.messaging.server import CacheServerLoop
     from lmcache_kernels.transfer.serving.service import CacheService
 
+    from .config import ServerConfig
     from .control import Control
     from .sources import Effective
 
@@ -31,19 +35,37 @@ MAX_TOKEN_FILE = 4096
 """Bytes: what is longer is no token but some other file."""
 
 
+def admin_token(config: ServerConfig) -> str | None:
+    """The token in the file that the settings name; None if they name none.
+
+    Raises:
+        ConfigError: a file that cannot be read, or that everybody can; what is in it is no token; or
+            there is none although other machines can reach the address.
+    """
+    token = _token(Path(config.admin_token_file)) if config.admin_token_file else None
+    if config.http_port != NO_PORT:
+        from lmcache_kernels.adapters.admin.access import Access
+
+        Access(config.http_host, token)
+    return token
+
+
 def administration(
-    effective: Effective, loop: CacheServerLoop, service: CacheService, control: Control
+    effective: Effective,
+    token: str | None,
+    loop: CacheServerLoop,
+    service: CacheService,
+    control: Control,
 ) -> AbstractContextManager[object]:
     """The HTTP server that the settings want, to be closed with the context.
 
     Raises:
-        ConfigError: an address that cannot be used, or a token that is none. Where nobody has set the
-            port and it is taken, the log says so and there is none.
+        ConfigError: an address that cannot be bound. Where the port is taken and nobody has set it, the
+            log says so and there is no HTTP server.
     """
     config = effective.config
     if config.http_port == NO_PORT:
         return contextlib.nullcontext()
-    token = _token(config.admin_token_file)
     from lmcache_kernels.adapters.admin.server import AdminServer
 
     try:
@@ -60,7 +82,8 @@ def administration(
             reload=control.reload,
         )
     except ConfigError as error:
-        if any(effective.origin(name) != DEFAULT for name in ("http_host", "http_port")):
+        taken = getattr(error.__cause__, "errno", None) == errno.EADDRINUSE
+        if not taken or effective.origin("http_port") != DEFAULT:
             raise
         logger.warning("no metrics and no administration over HTTP: %s", error)
         return contextlib.nullcontext()
@@ -68,17 +91,20 @@ def administration(
     return http
 
 
-def _token(file: str) -> str | None:
-    if not file:
-        return None
+def _token(path: Path) -> str:
     try:
-        with Path(file).open("rb") as opened:
-            text = opened.read(MAX_TOKEN_FILE + 1)
-        if len(text) > MAX_TOKEN_FILE:
-            raise ConfigError(f"--admin-token-file: expected a token, {file} is longer")
-        return text.decode().strip()
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(MAX_TOKEN_FILE + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--admin-token-file: {file} cannot be read: {error}") from error
+        raise ConfigError(f"--admin-token-file: {path} cannot be read: {error}") from error
+    if mode & stat.S_IRWXO:
+        raise ConfigError(
+            f"--admin-token-file: everybody can read or change it; do chmod o= {path}"
+        )
+    if len(text) > MAX_TOKEN_FILE:
+        raise ConfigError(f"--admin-token-file: expected a token, {path} is longer")
+    return text.strip()
 
 
 def _settings(effective: Effective) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 import sys
 from dataclasses import dataclass
@@ -151,8 +152,14 @@ def _plain(number: float) -> str:
 
 
 def _refuse(kind: Kind, value: object) -> NoReturn:
-    raise ConfigError(f"expected {kind}, got {_SHORT.repr(value)}")
+    raise ConfigError(f"expected {kind}, got {without_credentials(_SHORT.repr(value))}")
 
 
+def without_credentials(text: str) -> str:
+    """The same, without user and password of the URLs in it, also if those are cut off by dots."""
+    return _CREDENTIALS.sub("//***@", text)
+
+
+_CREDENTIALS = re.compile(r"""//[^/@\s"']*(?:@|\.{3})""")
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 80

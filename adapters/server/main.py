@@ -7,16 +7,17 @@ import os
 import secrets
 import signal
 import sys
+from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from lmcache_kernels.adapters.messaging.server import CacheServerLoop
-from lmcache_kernels.errors import KVTransferError
+from lmcache_kernels.errors import ConfigError, KVTransferError
 from lmcache_kernels.transfer.memory.arena import Arena
 from lmcache_kernels.transfer.serving.service import CacheService
 
 from . import systemd
-from .administration import administration
+from .administration import admin_token, administration
 from .collector import young_collections_only
 from .control import Control, server_keys
 from .flags import parse
@@ -81,9 +82,10 @@ def serve(
     """
     config = effective.config
     keys = server_keys(config)
+    token = admin_token(config)
     host = f"[{config.host}]" if ":" in config.host else config.host
     incarnation = secrets.token_hex(16)
-    tiers = [_open_tier(url) for url in config.l2_tier]
+    tiers = _tiers(effective)
     # The port comes first: a server that is there already explains why there is no memory either.
     with (
         ServerLog(config.log_format, config.log_level) as log,
@@ -120,12 +122,11 @@ def serve(
             ready = READY_LINE.format(
                 url=loop.endpoint, name=arena.name, size=arena.nbytes, chunk=config.chunk_size
             )
-            with administration(effective, loop, service, control):
+            with closing(service), administration(effective, token, loop, service, control):
                 sys.stdout.write(f"{ready}\n")
                 sys.stdout.flush()
                 systemd.notify(systemd.READY)
                 loop.run(control.drain)
-            service.close()
         finally:
             arena.close()
         stats = service.stats() | asdict(loop.counters)
@@ -134,7 +135,18 @@ def serve(
         )
 
 
-def _open_tier(url: str) -> Tier:
+def _tiers(effective: Effective) -> list[Tier]:
+    """In their order; nothing of them is opened or reached yet.
+
+    Raises:
+        ConfigError: one that cannot be, with where it comes from.
+    """
+    urls = effective.config.l2_tier
+    if not urls:
+        return []
     from lmcache_kernels.adapters.tiers.opening import open_tier
 
-    return open_tier(url)
+    try:
+        return [open_tier(url) for url in urls]
+    except ConfigError as error:
+        raise ConfigError(f"{effective.origin('l2_tier')}: {error}") from error

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from lmcache_kernels.errors import ConfigError
 
 from .config import SETTINGS, ServerConfig, flag_of, key_of
 from .files import read_file
-from .kinds import Several
+from .kinds import Several, without_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -26,8 +25,6 @@ ENVIRONMENT_PREFIX = "LMCACHE_KERNELS_SERVE_"
 
 FILE_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 """Names the file where the flag ``--config`` does not."""
-
-_CREDENTIALS = re.compile(r"//[^/@\s\"]*@")
 
 DEFAULT = "default"
 """Origin of what nobody has set."""
@@ -113,7 +110,7 @@ def variable_of(name: str) -> str:
 
 def shown(value: Any) -> str:
     """A setting's value as a TOML file has it, without user and password of URLs."""
-    return _CREDENTIALS.sub("//***@", json.dumps(value))
+    return without_credentials(json.dumps(value))
 
 
 def _known(said: str, spelled: Callable[[str], str], origin: str) -> str:

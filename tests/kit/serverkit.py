@@ -78,18 +78,16 @@ class LoggedServer:
 
 
 @contextmanager
-def logged_server(*arguments: str, environment: dict[str, str] | None = None):
-    """Run ``python -m lmcache_kernels.adapters.server`` on a free port; killed if it still runs."""
-    command = [
-        *MODULE,
-        "--port",
-        "0",
-        "--http-port",
-        "-1",
-        "--l1-size-gb",
-        str(SIZE_GB),
-        *arguments,
-    ]
+def logged_server(
+    *arguments: str, environment: dict[str, str] | None = None, default_http: bool = False
+):
+    """Run ``python -m lmcache_kernels.adapters.server`` on a free port; killed if it still runs.
+
+    Args:
+        default_http: listen for HTTP where servers do by default, and not nowhere.
+    """
+    command = [*MODULE, "--port", "0", "--l1-size-gb", str(SIZE_GB)]
+    command += [*(() if default_http else ("--http-port", "-1")), *arguments]
     process = subprocess.Popen(
         command,
         env=os.environ | (environment or {}),

@@ -369,6 +369,17 @@ def test_a_file_that_cannot_be_right_is_named_with_its_key(suffix, text, words, 
     assert words in said
 
 
+@pytest.mark.parametrize("length", [1, 200])
+@pytest.mark.parametrize(
+    "text", ["l2-tier = '{}'", "l2-tier = [1, '{}\\n']", "port = '{}'", "host = ['{}']"]
+)
+def test_no_message_shows_a_password(length, text, file):
+    url = f"valkey://user:hunter2{'x' * length}@127.0.0.1:6379"
+    said = refusal("--config", str(file(text.format(url))))
+    assert "expected" in said
+    assert "hunter2" not in said
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path):
     missing, folder = tmp_path / "missing.toml", tmp_path / "folder.toml"
     folder.mkdir()

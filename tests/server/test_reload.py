@@ -30,12 +30,12 @@ from lmcache_kernels.transfer.serving.quotas import Quotas
 LIVE = {
     "eviction_trigger_watermark": 0.5,
     "eviction_ratio": 0.5,
+    "quota": ("a=1", "*=0.5"),
     "worker_reap_timeout_seconds": 60.0,
     "worker_registration_grace_seconds": 700.0,
     "drain_timeout_seconds": 3.0,
     "log_format": "json",
     "log_level": "error",
-    "quota": ("a=1",),
 }
 """Other values of the settings that may change."""
 
@@ -202,7 +202,7 @@ def test_every_live_setting_reaches_the_part_that_takes_it(tmp_path):
         control = Control(loop, service, log, sources.read(), sources, None)
         path.write_text("".join(f"{key_of(name)} = {shown(it)}\n" for name, it in LIVE.items()))
         control._apply(sources.read().config, "keys")
-        quotas = Quotas({"a": 1 << 30})
+        quotas = Quotas({"a": 1 << 30}, 1 << 29)
         assert given == [(Eviction("lru", 0.5, 0.5), Liveness(60, 700), quotas), "keys"]
         assert control.drain.timeout == 3.0
         assert isinstance(log._handler.formatter, JsonFormatter)
