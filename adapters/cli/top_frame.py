@@ -24,7 +24,7 @@ FULL = 0.9
 SILENT = 30.0
 """Seconds after which a worker is shown in another colour: three pings have not come."""
 
-HEADER = "bold reverse dim"
+HEADER = "bold white on grey30"
 
 
 @dataclass(frozen=True)

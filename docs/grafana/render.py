@@ -2,12 +2,13 @@
 
     python docs/grafana/render.py --prometheus http://127.0.0.1:9090 --minutes 10 -o dashboard.png
 
-Needs matplotlib. It knows what ``dashboard.json`` uses: rows, stats and time series, stacked or not.
+Needs matplotlib (and Pillow, which comes with it). It knows what ``dashboard.json`` uses: rows, stats and time series, stacked or not.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import time
@@ -21,11 +22,13 @@ import matplotlib as mpl
 mpl.use("agg")
 import matplotlib.dates as mdates
 import matplotlib.pyplot as plt
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MultipleLocator
+from PIL import Image
 
 COLUMNS = 24  # of Grafana's grid
 UNIT_INCHES = 0.36  # height of a row of the grid
 POINTS = 200
+INK_COLOURS = 96  # of the PNG, so that it stays small
 BACKGROUND, PANEL, INK, DIM = "#111217", "#181b1f", "#d8d9da", "#7b8087"
 COLOURS = [
     *("#73bf69", "#f2cc0c", "#5794f2", "#ff9830", "#f2495c", "#b877d9", "#8ab8ff", "#ffa6b0"),
@@ -147,6 +150,9 @@ def draw_lines(axes: plt.Axes, panel: dict, asked: Asked) -> None:
     axes.grid(color="#2c3235", linewidth=0.5)
     axes.tick_params(colors=DIM, labelsize=6, length=0)
     axes.locator_params(axis="y", nbins=5)
+    if defaults["unit"] == "bytes":  # at round numbers of MiB and GiB
+        step = 2.0 ** math.ceil(math.log2(max(axes.get_ylim()[1] / 5, 1)))
+        axes.yaxis.set_major_locator(MultipleLocator(step))
     axes.xaxis.set_major_locator(mdates.AutoDateLocator(maxticks=6))
     if found:
         axes.legend(
@@ -210,7 +216,9 @@ def main() -> None:
     end = time.time()  # noqa: TID251 - Prometheus wants the time of day
     asked = Asked(chosen.prometheus.rstrip("/"), end - 60 * chosen.minutes, end)
     figure = render(json.loads(chosen.dashboard.read_text()), asked)
-    figure.savefig(chosen.output, dpi=100)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=100)
+    Image.open(drawn).convert("RGB").quantize(INK_COLOURS).save(chosen.output, optimize=True)
 
 
 if __name__ == "__main__":
