@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 from adminkit import CHUNK_BYTES, CHUNK_TOKENS, SHARD, TOKEN, WAIT, AdminRig, digests
+from tierkit import MemoryTier
 
 from lmcache_kernels import __version__
 from lmcache_kernels.adapters.admin import asking, looks
 from lmcache_kernels.adapters.admin.server import AdminServer
 from lmcache_kernels.errors import ConfigError, TransferTimeout
+from lmcache_kernels.transfer.memory.slot_header import pack_header
 from lmcache_kernels.transfer.messages import Cleared, Lookup, PrepareStore
 from lmcache_kernels.transfer.serving.later import Later
 
@@ -330,6 +332,23 @@ def test_pinned_chunks_stay_and_pins_are_listed():
         rig.store(20, 28)
         assert rig.lookup(0, 4) == 0
         assert rig.change("DELETE", "/cache/pins/never/there")[0] == 200
+
+
+def test_a_prefetch_brings_up_what_a_tier_has():
+    below = MemoryTier()
+    for number in range(4):
+        key = SHARD, number.to_bytes(32, "big")
+        below.chunks[key] = pack_header(*key, CHUNK_BYTES, [1]) + bytes(CHUNK_BYTES)
+    wanted = pin_body(0, 6)
+    del wanted["pin"], wanted["seconds"]
+    with AdminRig(tiers=[below]) as rig:
+        assert rig.change("POST", "/cache/prefetches", wanted) == (200, {"found": 0})
+        rig.register()
+        assert rig.change("POST", "/cache/prefetches", wanted) == (200, {"found": 4})
+        status = rig.get("/status")
+        assert (status["tiers"][0]["chunks"], status["under_way"]["leases"]) == (4, 0)
+        assert rig.change("POST", "/cache/prefetches", {"shards": [], "digests": []})[0] == 400
+        assert rig.change("POST", "/cache/prefetches", wanted, token=None)[0] == 401
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from adminkit import SHARD, AdminRig, digests
@@ -152,3 +156,48 @@ def test_pictures_are_small_and_linked():
     for picture in pictures:
         assert picture.stat().st_size < 300 << 10
         assert f"images/{picture.name}" in text
+
+
+@pytest.fixture
+def render(monkeypatch):
+    """The script, as a module."""
+    pytest.importorskip("matplotlib")
+    spec = importlib.util.spec_from_file_location("render", GRAFANA / "render.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "render", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_renderer_asks_what_the_panels_ask_and_draws_them(render, monkeypatch, tmp_path):
+    """With a Prometheus that gives every query the same two lines."""
+    queries = []
+
+    def answer(url, timeout):
+        query = parse_qs(urlsplit(url).query)
+        queries.append(query["query"][0])
+        values = [
+            [float(query["start"][0]) + 5 * n, value] for n, value in enumerate(("1", "2", "NaN"))
+        ]
+        lines = [{"metric": {"tier": tier}, "values": values} for tier in ("l1", "files")]
+        return io.BytesIO(json.dumps({"data": {"result": lines}}).encode())
+
+    monkeypatch.setattr(render.urllib.request, "urlopen", answer)
+    picture = tmp_path / "dashboard.png"
+    monkeypatch.setattr(sys, "argv", ["render", "-o", str(picture)])
+    render.main()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert len(queries) == len(expressions())
+    assert not any("$" in query for query in queries)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "written"),
+    [
+        *((0.5, "percentunit", "50.0%"), (1536, "bytes", "1.5 KiB"), (2.5e9, "Bps", "2.5 GB/s")),
+        *((0.0015, "s", "1.5 ms"), (15e-6, "s", "15 us"), (12.0, "reqps", "12 req/s")),
+        *((float("nan"), "short", "no data"), (0, "short", "0")),
+    ],
+)
+def test_values_are_written_as_people_read_them(render, value, unit, written):
+    assert render.written(value, unit) == written

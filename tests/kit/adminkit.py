@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from lmcache_kernels.adapters.admin.server import AdminServer
 from lmcache_kernels.adapters.messaging.server import CacheServerLoop
+from lmcache_kernels.transfer.memory.arena import Arena
 from lmcache_kernels.transfer.messages import (
     AbortStore,
     CommitRetrieve,
@@ -37,14 +38,20 @@ def digests(first, last):
 class AdminRig:
     """The server's loop runs in a thread; ``admin`` listens."""
 
-    def __init__(self, *, token=TOKEN, host="127.0.0.1", chunks=64, service=None, **options):
+    def __init__(
+        self, *, token=TOKEN, host="127.0.0.1", chunks=64, service=None, tiers=(), **options
+    ):
         incarnation = secrets.token_hex(8)
         self.loop = CacheServerLoop("tcp://127.0.0.1:0", incarnation=incarnation)
+        self.arena = Arena.create(chunks * 1536) if tiers else None
         self.service = service or CacheService(
             arena_name="lmcache_kernels_test",
             arena_bytes=chunks * 1536,
             chunk_tokens=CHUNK_TOKENS,
             incarnation=incarnation,
+            arena=self.arena,
+            tiers=tiers,
+            wake=self.loop.wake,
         )
         self.phase = "serving"
         self.admin = AdminServer(
@@ -66,6 +73,9 @@ class AdminRig:
         self.loop.stop()
         self.thread.join(WAIT)
         assert not self.thread.is_alive()
+        if self.arena is not None:
+            self.service.close()
+            self.arena.close()
         self.loop.close()
 
     def __enter__(self):
