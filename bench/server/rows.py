@@ -20,7 +20,7 @@ def row_of(
     **more: Any,
 ) -> Row:
     """A row of the times of every contender."""
-    fields = {
+    fields: dict[str, Any] = {
         "part": part,
         "case": case,
         "variant": variant,

@@ -47,7 +47,7 @@ class Payloads:
 
 
 class Prompts:
-    """Prompts of equal length, some of them much more frequent than others (Zipf's law).
+    """Prompts of equal length, some of them more frequent than others.
 
     The first half of a prompt is that of its whole family: a system prompt or a document.
 
@@ -55,12 +55,13 @@ class Prompts:
         chunks: of one prompt.
         count: how many prompts there are.
         families: of how many families.
+        skew: 1: Zipf's law; 0: none is more frequent.
     """
 
-    def __init__(self, chunks: int, count: int, families: int) -> None:
+    def __init__(self, chunks: int, count: int, families: int, skew: float = 1.0) -> None:
         self._chunks = chunks
         self._families = families
-        self._weights = list(itertools.accumulate(1 / (rank + 1) for rank in range(count)))
+        self._weights = list(itertools.accumulate((rank + 1) ** -skew for rank in range(count)))
 
     def draw(self, chance: random.Random) -> list[bytes]:
         """The digests of a prompt, drawn by how frequent it is."""

@@ -164,7 +164,7 @@ class Worker:
         for index, offset in zip(slots.indices, slots.offsets, strict=True):
             self._slots.erase_header(offset)
             self._payloads.write(self._payload(offset), digests[index])
-            self._slots.write_header(offset, digests[index], [0])
+            self._slots.write_header(offset, digests[index], (0,))
         self.report.stored += len(slots.indices)
         self._ask("commit store", CommitStore(instance=self._number, ticket=slots.ticket), Done)
 
