@@ -28,7 +28,7 @@ from PIL import Image
 COLUMNS = 24  # of Grafana's grid
 UNIT_INCHES = 0.36  # height of a row of the grid
 POINTS = 200
-INK_COLOURS = 96  # of the PNG, so that it stays small
+PNG_COLOURS = 255  # of the PNG, so that it stays small
 BACKGROUND, PANEL, INK, DIM = "#111217", "#181b1f", "#d8d9da", "#7b8087"
 COLOURS = [
     *("#73bf69", "#f2cc0c", "#5794f2", "#ff9830", "#f2495c", "#b877d9", "#8ab8ff", "#ffa6b0"),
@@ -218,7 +218,7 @@ def main() -> None:
     figure = render(json.loads(chosen.dashboard.read_text()), asked)
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=100)
-    Image.open(drawn).convert("RGB").quantize(INK_COLOURS).save(chosen.output, optimize=True)
+    Image.open(drawn).convert("RGB").quantize(PNG_COLOURS).save(chosen.output, optimize=True)
 
 
 if __name__ == "__main__":
