@@ -56,7 +56,7 @@ class Service:
 
     def pause(self):
         """It hangs: accepts connections, answers nothing."""
-        self.process.send_signal(signal.SIGSTOP)
+        pause(self.process)
 
     def resume(self):
         self.process.send_signal(signal.SIGCONT)
@@ -179,6 +179,17 @@ def wait_until(condition, process=None, explain=lambda: "", seconds=WAIT):
         if time.monotonic() > deadline:
             pytest.fail(f"not within {seconds:g} s: {explain()}")
         never.wait(0.005)
+
+
+def pause(process):
+    """Stop it, and wait until that has reached every thread: until then one may still answer."""
+
+    def stands_still():
+        states = [path.read_text() for path in Path(f"/proc/{process.pid}/task").glob("*/stat")]
+        return all(state.rpartition(")")[2].split()[0] in "Tt" for state in states)
+
+    process.send_signal(signal.SIGSTOP)
+    wait_until(stands_still)
 
 
 def accepts(port):

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from servicekit import WAIT, wait_until
+from servicekit import WAIT, pause, wait_until
 from tier_rig import content, new_keys
 from tier_stores import TIMEOUT, opened
 
@@ -76,7 +76,7 @@ def test_chunks_come_from_the_memory_of_another_machine(store, owner):
 def test_a_machine_that_hangs_is_missed_in_time_and_writes_nothing_later(store, owner):
     rig = store.open(segment_gb=0)
     assert rig.get(lengths(KEYS[:1])) == [content(KEYS[0], SLOT)]
-    owner.send_signal(signal.SIGSTOP)
+    pause(owner)
     place = rig.arena[: 4 * SLOT]
     began = time.monotonic()
     got = rig.tier.get_into(KEYS, [place[i * SLOT :][:SLOT] for i in range(4)])
