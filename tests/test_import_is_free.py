@@ -11,6 +11,7 @@ FREE = [
     "lmcache_kernels",
     "lmcache_kernels.transfer.messages",
     "lmcache_kernels.adapters.cli.main",
+    "lmcache_kernels.adapters.server.main",
 ]
 
 LOADS_NOTHING = """
