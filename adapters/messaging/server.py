@@ -46,6 +46,10 @@ TICK_INTERVAL = 1.0
 LAST_REPLIES = 500
 """Milliseconds that a reply has to leave once the server closes."""
 
+UNREAD_LIMIT = 64
+"""Requests of one client that are held until their turn comes; the others wait in the connection and at the
+client. Each may be of some megabytes, and clients may be many."""
+
 T = TypeVar("T")
 
 _ONE_TURN = 1000  # requests served before the clock is looked at again
@@ -133,6 +137,7 @@ class CacheServerLoop:
         self._context: Context = zmq.Context()
         self._router = bounded_socket(self._context, zmq.ROUTER)
         self._router.set(zmq.ROUTER_MANDATORY, 1)
+        self._router.set(zmq.RCVHWM, UNREAD_LIMIT)
         self._stopping = False
         self._closed = False
         self._waiting: dict[Later, _Asked] = {}

@@ -22,7 +22,7 @@ import zmq
 
 from lmcache_kernels.adapters.messaging import dealer, sockets, wire
 from lmcache_kernels.adapters.messaging.client import CacheClient
-from lmcache_kernels.adapters.messaging.server import CacheServerLoop
+from lmcache_kernels.adapters.messaging.server import UNREAD_LIMIT, CacheServerLoop
 from lmcache_kernels.adapters.messaging.session import MAX_PENDING
 from lmcache_kernels.errors import (
     Closed,
@@ -803,6 +803,30 @@ def test_fault_i01_a_client_that_does_not_read_is_not_waited_for(
         client = connect(server.url)
         eventually(lambda: server.loop.counters.undelivered > 0)
         assert client.request(register(), 20).result(30)
+
+
+def test_fault_i01_a_client_that_asks_faster_than_it_is_served_does_not_fill_the_server(
+    server, client
+):
+    """What is not read yet stays with the client, but for a bounded part."""
+    server.service.gate.clear()
+    client.request(Clear(), 60)
+    assert server.service.entered.wait(10)
+    body = wire.encode_body(lookup(1 << 20))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        raw.linger, raw.sndhwm = 0, 1
+        raw.sndtimeo, raw.rcvtimeo = 500, 10_000
+        raw.connect(server.url)
+        sent = 0
+        with pytest.raises(zmq.Again):  # the connection is full, too
+            for sent in range(1000):
+                frames = wire.request_frames(sent, server.service.incarnation, 0.0, body)
+                raw.send_multipart(frames)
+        server.service.gate.set()
+        in_the_connection = 32  # megabytes at most, whatever the kernel's settings
+        assert sent < UNREAD_LIMIT + in_the_connection
+        for _ in range(sent):
+            assert isinstance(wire.decode_reply(raw.recv_multipart())[1], Found)
 
 
 def test_a_client_that_has_gone_is_not_waited_for(server, client):
