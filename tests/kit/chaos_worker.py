@@ -80,6 +80,7 @@ class ChaosWorker:
             if self._client.incarnation is None:
                 with suppress(PeerGone):
                     self.wait_ready(0.5)
+                yield {"waits": True}
                 continue
             digests = self.prompts.draw(self._chance)
             yield from self.read(digests, store=True)
