@@ -70,7 +70,7 @@ class ServerConfig:
     )
     l1_size_gb: float = _setting(
         4.0,
-        Number(0.001, 1_000_000),
+        Number(0, 1_000_000, above=True),
         "Host memory for chunks (the first level), in /dev/shm; all of it is taken at start.",
         unit="GiB",
     )
@@ -190,6 +190,8 @@ class ServerConfig:
                 raise ConfigError(f"{flag_of(name)}: {error}") from error
             object.__setattr__(self, name, value)  # 4 has become 4.0 where a fraction may be
         _ = self.liveness, self.quotas
+        if self.l1_bytes < 1:
+            raise ConfigError(f"--l1-size-gb: {self.l1_size_gb:g} GiB round down to no byte")
         if bool(self.curve_secret_key) != bool(self.curve_clients):
             raise ConfigError("--curve-secret-key and --curve-clients: expected both or neither")
 

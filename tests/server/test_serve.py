@@ -172,7 +172,7 @@ def test_a_failure_after_the_arena_was_made_removes_it(monkeypatch):
         (["--l1-size-gb", "0"], "--l1-size-gb"),
         (["--l1-size-gb", "nan"], "--l1-size-gb"),
         (["--l1-size-gb", "1e6"], "/dev/shm"),
-        (["--l1-size-gb", "1e-12"], "--l1-size-gb: expected a number from 0.001 to 1000000"),
+        (["--l1-size-gb", "1e-12"], "round down to no byte"),
         (["--chunk-size", "0"], "--chunk-size"),
         (["--eviction-policy", "noop"], "expected one of lru, s3fifo, got 'noop'"),
         (
@@ -193,9 +193,9 @@ def test_settings_that_cannot_work_end_it_with_the_reason(arguments, words):
     )
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith("lmcache-kernels: ")
-    assert words in done.stderr
-    assert done.stderr.count("\n") == 1
+    said = [line for line in done.stderr.splitlines() if "dead processes" not in line]
+    assert [line.startswith("lmcache-kernels: ") for line in said] == [True]
+    assert words in said[0]
 
 
 # --- children -------------------------------------------------------------------------------------
