@@ -176,6 +176,45 @@ def test_a_server_killed_in_the_middle_of_a_batch_costs_recomputation_only(
         assert_whole(engine)
 
 
+def reconnected(engine, expected):
+    """Ask until the engine finds the server that took another's place."""
+    for _ in range(100):  # each pass takes a while
+        engine.reset()
+        (answer,) = engine.generate([PROMPTS["two chunks exactly"]])
+        assert answer["tokens"] == expected["two chunks exactly"]
+        if answer["cached"]:
+            return
+    pytest.fail("the engine did not find the server")
+
+
+@pytest.mark.parametrize("damage", [False, True], ids=["whole", "damaged"])
+@pytest.mark.parametrize("load_async", [True, False], ids=["async", "sync"])
+def test_what_a_server_has_written_to_a_tier_the_next_one_loads(
+    load_async, damage, expected, models, engines, tmp_path
+):
+    """Drained, every chunk has gone down. Damaged files are misses, and computed again."""
+    tier = {"l2_tier": (f"file://{tmp_path}/cache?size_gb=1",), "drain_timeout_seconds": 20.0}
+    with spawn_server(size_gb=0.2, chunk_size=CHUNK, **tier) as first:
+        engine = engines(models / "llama", first.url, load_async=load_async)
+        engine.generate([PROMPTS["long"], PROMPTS["shared prefix, one"]])
+        port = int(first.url.rsplit(":", 1)[1])
+    files = [path for path in (tmp_path / "cache").rglob("*") if path.stat().st_size > CHUNK]
+    files = [path for path in files if path.is_file()]
+    assert len(files) == 300 // CHUNK + 3
+    for path in files if damage else ():
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    with spawn_server(port=port, size_gb=0.2, chunk_size=CHUNK, **tier):
+        reconnected(engine, expected)
+        for name in ("long", "shared prefix, one"):
+            engine.reset()
+            (answer,) = engine.generate([PROMPTS[name]])
+            assert (name, answer["tokens"]) == (name, expected[name])
+            assert (name, answer["cached"]) == (name, 0 if damage else LOADED[name])
+        assert_whole(engine)
+
+
 def test_an_engine_started_without_a_server_runs_and_picks_it_up(expected, models, engines):
     with spawn_server(size_gb=0.1, chunk_size=CHUNK) as server:
         port = int(server.url.rsplit(":", 1)[1])
