@@ -14,17 +14,13 @@ from chaos_members import KINDS, REAPED, Member, own_memory, segments, usage
 from chaos_worker import BOUND, PROMPTS, ChaosWorker
 
 from lmcache_kernels.errors import PeerGone
-from lmcache_kernels.transfer.memory.arena import SHM_DIRECTORY
 
-RECOVERY = 60.0
+RECOVERY = 2 * BOUND
 """Seconds in which everybody works again: many times what it takes, and more than any call may."""
 
 GROWTH = 1.05
 SPARE = 4 << 20
 """What memory may grow by: so much of it, and so many bytes."""
-
-HIDDEN = 2
-"""Files or threads that come with the first use of something."""
 
 MOST_EVENTS = 40
 """Of a round, before the first kill."""
@@ -46,21 +42,22 @@ class Fleet:
 
     Args:
         chance: a random.Random that decides who is killed and when.
+        directory: for what is to outlive everybody.
 
     Attributes:
         counts: by who, call and outcome, of all calls so far.
-        slowest: seconds, by call.
+        slowest: seconds, by call, and of a recovery.
     """
 
-    def __init__(self, chance):
-        self.chance = chance
+    def __init__(self, chance, directory):
+        self.chance, self.directory = chance, directory
         self.events = queue.Queue()
         self.counts = Counter()
         self.slowest = defaultdict(float)
-        self.port = _free_port(chance)
+        self.port, self.tier_port = _free_port(chance), _free_port(chance)
         self.url = f"tcp://127.0.0.1:{self.port}"
         self.members = {}
-        self._segments = set()  # of those that were killed
+        self._traces = set()  # that those who were killed may have left
         self._deaths = []  # when, and what a server remembers of it
         self._usage = {}
         self._known = None  # incarnation of the last server
@@ -109,6 +106,7 @@ class Fleet:
             member, event = self.events.get(timeout=max(0.0, timeout))
         except queue.Empty:
             return None
+        member.note(event)
         self._note(member, event)
         return member, event
 
@@ -121,28 +119,24 @@ class Fleet:
             self.counts[kind, event["call"], outcome] += event.get("chunks", 1)
             self.slowest[event["call"]] = max(self.slowest[event["call"]], event["seconds"])
 
-    def _wait_for(self, members, fits, give_up_at):
-        """Until an event of each of them fits."""
-        left = set(members)
-        while left:
-            taken = self._take_event(give_up_at - time.monotonic())
-            if taken is None or time.monotonic() > give_up_at:
+    def _wait_until(self, condition, members, give_up_at):
+        """Until it is true of all of them."""
+        while left := [member for member in members if not condition(member)]:
+            if time.monotonic() > give_up_at:
                 raise ViolationError(f"not working again after {RECOVERY} s: {left}")
-            if fits(taken[1]):
-                left.discard(taken[0])
+            self._take_event(1.0)
 
     def _wait_recovered(self, started):
         """Until those that were started serve, and every worker transfers with the server there is."""
-        give_up_at = time.monotonic() + RECOVERY
-        serving = [member for member in started if KINDS[member.kind].serves]
-        self._wait_for(serving, lambda event: "serves" in event, give_up_at)
-        server = self._find_server(bool(serving), give_up_at)
+        began = time.monotonic()
+        give_up_at = began + RECOVERY
+        services = [member for member in started if KINDS[member.kind].serves]
+        self._wait_until(lambda member: member.serves, services, give_up_at)
+        another = any(member.kind == "server" for member in started)
+        server = self._find_server(another, give_up_at)
         workers = [one for one in self.members.values() if not KINDS[one.kind].serves]
-        self._wait_for(
-            workers,
-            lambda event: event.get("server") == server and event.get("call") in ("load", "store"),
-            give_up_at,
-        )
+        self._wait_until(lambda member: member.transferred_with == server, workers, give_up_at)
+        self.slowest["recovery"] = max(self.slowest["recovery"], time.monotonic() - began)
 
     # --- killing ----------------------------------------------------------------------------------
 
@@ -170,7 +164,7 @@ class Fleet:
         while (left := at - time.monotonic()) > 0:
             self._take_event(left)
         member = self.members[victim]
-        self._segments |= segments(member.pid)
+        self._traces |= segments(member.pid) | KINDS[member.kind].traces(self)
         self._check_log(member, member.kill())
         self._deaths.append((time.monotonic(), KINDS[member.kind].remembered))
 
@@ -189,37 +183,44 @@ class Fleet:
 
     def _audit(self):
         """Whatever a lookup offers is read back, to the bit, with the workers stopped wherever they are."""
-        workers = [one.pid for one in self.members.values() if not KINDS[one.kind].serves]
-        for pid in workers:
+        for pid in self._worker_pids():
             os.kill(pid, signal.SIGSTOP)
         for number in range(PROMPTS):
             for event in self._auditor.read(self._auditor.prompts.digests(number)):
                 self._note("auditor", event)
-        for pid in workers:
+        for pid in self._worker_pids():
             os.kill(pid, signal.SIGCONT)
 
     def _check_leftovers(self):
         """Nothing of the dead is there any more."""
         living = segments(os.getpid()).union(*(segments(one.pid) for one in self.members.values()))
-        left = (self._segments & set(os.listdir(SHM_DIRECTORY))) - living
-        found = [*left, *(name for kind in KINDS.values() for name in kind.leftovers(self))]
-        if found:
-            raise ViolationError(f"left behind: {found}")
+        self._traces = {path for path in self._traces - living if path.exists()}
+        if self._traces:
+            raise ViolationError(f"left behind: {self._traces}")
 
     def _check_usage(self):
         """What those have that live on does not grow: memory, open files, threads, mapped arenas."""
         reaped = time.monotonic() - REAPED - RECOVERY
         self._deaths = [one for one in self._deaths if one[0] > reaped]
         remembered = sum(count for _, count in self._deaths)
-        for who, pid in [("auditor", os.getpid()), *((m, m.pid) for m in self.members.values())]:
-            serves = who != "auditor" and KINDS[who.kind].serves
-            now = (own_memory(pid), *usage(pid))
-            memory, files, threads = self._usage.setdefault(who, now)
-            more = HIDDEN + remembered if serves else HIDDEN
-            if now[0] > GROWTH * memory + SPARE or now[1] > files + more or now[2] > threads + more:
-                raise ViolationError(f"{who}: {now}, before {(memory, files, threads)}")
-            if not serves and len(segments(pid)) > 1:
-                raise ViolationError(f"{who} has mapped {segments(pid)}")
+        self._check_growth("auditor", os.getpid(), more=KINDS["engine-driven worker"].busy)
+        for member in self.members.values():
+            kind = KINDS[member.kind]
+            if kind.ours:
+                more = kind.busy + (remembered if kind.serves else 0)
+                self._check_growth(member, member.pid, more=more)
+        for pid in (os.getpid(), *self._worker_pids()):
+            if len(segments(pid)) > 1:
+                raise ViolationError(f"{pid} has mapped {segments(pid)}")
+
+    def _check_growth(self, who, pid, *, more):
+        now = (own_memory(pid), *usage(pid))
+        memory, files, threads = self._usage.setdefault(who, now)
+        if now[0] > GROWTH * memory + SPARE or max(now[1] - files, now[2] - threads) > more:
+            raise ViolationError(f"{who}: {now}, before {(memory, files, threads)}")
+
+    def _worker_pids(self):
+        return [one.pid for one in self.members.values() if not KINDS[one.kind].serves]
 
     def _check_log(self, member, complaints):
         if complaints:

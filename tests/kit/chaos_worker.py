@@ -33,8 +33,13 @@ BLOCKS = CHUNKS * CHUNK_TOKENS // BLOCK_TOKENS
 CHUNK_BYTES = 2 * HEADS * CHUNK_TOKENS * DIM * 2
 PROMPTS, FAMILIES = 120, 40
 POISON = 0x5A5A
-TIMEOUT = 5.0
-COPY_TIMEOUT = 15.0
+TIMEOUT, COPY_TIMEOUT = 15.0, 30.0
+"""Seconds. A server that loads torch, because somebody asks it to copy, answers nobody for a part of a second;
+on a busy machine that can be several."""
+
+THINK = 0.02
+"""Seconds at most between prompts, so that there is something left of the processors for who starts."""
+
 BOUND = 2 * COPY_TIMEOUT + 2 * TIMEOUT + 5.0
 """Seconds in which any call ends: a registration, a copy, a question whether it is over, a commit, and
 something for a machine that is busy."""
@@ -179,8 +184,9 @@ def main(url, options):
     worker = ChaosWorker(url, **options)
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+    thinking = random.Random(0)
     for event in worker.events():
-        if ended.is_set():
+        if ended.wait(thinking.uniform(0.0, THINK) if event.get("call") == "end session" else 0.0):
             break
         sys.stdout.write(json.dumps(event) + "\n")
         sys.stdout.flush()
