@@ -195,7 +195,7 @@ def test_mp_083_several_groups_travel_together(device, connected):
 
 
 @pytest.mark.parametrize(("skip", "kept"), [(0, 0), (2, 1), (6, 3), (8, 4), (42, 21), (99, 32)])
-def test_mp_076_skipped_leading_tokens_leave_whole_blocks_alone(skip, kept, device, connected):
+def test_mp_076_d27_skipped_leading_tokens_leave_whole_blocks_alone(skip, kept, device, connected):
     """Those blocks are shared with other requests; the skip runs on over every chunk."""
     cache = make_cache(BY_NAME["kv_first_nhd"], blocks=70, tokens=2, device=device)
     cache.fill_random(6)
