@@ -89,6 +89,7 @@ def test_a_copy_that_fails_half_way_waits_for_what_was_queued(monkeypatch, conne
     digests = names(3)  # noqa: F405
     with monkeypatch.context() as patched:  # kernels are queued before
         patched.setattr(CudaDevice, "copy", unlucky)
+        patched.setattr(CudaDevice, "copy_rows", unlucky)
         patched.setattr(CudaDevice, "copy_batch", unlucky)
         with pytest.raises(RuntimeError, match="luck"):
             store(context, digests, [0, 1, 2, 3, 4, 5])  # noqa: F405
