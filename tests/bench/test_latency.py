@@ -41,7 +41,7 @@ def test_titles_choose(rig, only, count):
 
 def test_requests_become_rows(rig, make_document):
     some = [Request(SMALL, "store", 3), Request(SMALL, "load", 1), Request(SMALL, "load", 3)]
-    with spawn_server(size_gb=1 / 1024, chunk_size=256) as server:
+    with spawn_server(size_gb=1 / 512, chunk_size=256) as server:
         rows = list(latency.measure_requests(SMALL, some, rig, server.url))
     assert [row.title for row in rows] == [
         f"latency {SMALL.name} {count} chunks {direction}, 0 MiB"
