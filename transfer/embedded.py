@@ -177,11 +177,17 @@ class EmbeddedCache:
                 now = time.monotonic()
                 over = self._take_over(now)
                 if self._tick < math.inf:
-                    self._service.tick(now)
+                    self._tick_service(now)
                 first = min((at for _, at in self._waiting.values()), default=math.inf)
                 wait = min(self._tick, max(0.0, min(first, self._service.next_due()) - now))
             for future, outcome in over:
                 _finish(future, outcome)
+
+    def _tick_service(self, now: float) -> None:
+        try:
+            self._service.tick(now)
+        except Exception:  # this thread is needed for whoever waits
+            logger.exception("periodic work failed")
 
     def _take_over(self, now: float) -> list[tuple[Future[Reply], Reply | Exception]]:
         """Requests that were answered, or whose deadline has passed."""

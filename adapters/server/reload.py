@@ -121,9 +121,11 @@ class Reload:
             self._apply(running.config, keys)
             self.running, self._keys = running, keys
 
+        applied = self._call(take_over)
         try:
-            self._call(take_over).result(APPLY_TIMEOUT)
+            applied.result(APPLY_TIMEOUT)
         except FutureTimeout as error:
+            applied.cancel()
             raise TransferTimeout(f"the server did nothing for {APPLY_TIMEOUT:g} s") from error
         changes = {
             name: (shown(getattr(before, name)), shown(getattr(after, name))) for name in differ

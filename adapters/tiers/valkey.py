@@ -112,6 +112,7 @@ class ValkeyTier:
         if tls:
             options |= {
                 "ssl": True,
+                "ssl_check_hostname": True,
                 "ssl_ca_certs": settings.tls_ca or None,
                 "ssl_certfile": settings.tls_cert or None,
                 "ssl_keyfile": settings.tls_key or None,

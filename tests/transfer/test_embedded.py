@@ -210,6 +210,25 @@ def test_a_tier_that_hangs_does_not_delay_the_answer_beyond_its_deadline(tmp_pat
         tier.gate.set()
 
 
+def test_mp_102_periodic_work_that_fails_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits is answered all the same."""
+    tier = MemoryTier()
+    with EmbeddedCache(8 * SLOT, 64, tmp_path, tiers=[tier]) as cache:
+        ask(cache, Register(instance=1, shard=SHARD, chunk_bytes=CHUNK))
+
+        def fails(now: float) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(cache._service, "tick", fails)
+        tier.gate.clear()
+        lookup = Lookup(request="r", shards=[SHARD], digests=bytes(32))
+        for _ in range(3):
+            assert cache.request(lookup, 0.2).result(30.0) == Found(chunks=0)
+        tier.gate.set()
+
+
 def test_a_tier_that_refuses_the_arena_leaves_nothing_behind(tmp_path: Path) -> None:
     class Refusing(MemoryTier):
         def attach(self, arena: memoryview) -> None:

@@ -380,7 +380,7 @@ def test_other_times_count_for_the_workers_that_are_there_too() -> None:
         (40, Liveness(60, 200), 1),
         (100, Liveness(60, 200), 0),
     ):
-        cache.service.change(Eviction(), liveness)
+        cache.service.change(Eviction(), liveness, Quotas())
         cache.now += seconds
         cache.service.tick(cache.now)
         assert cache.service.stats()["workers"] == workers

@@ -527,6 +527,46 @@ def test_what_was_being_written_when_it_was_cleared_does_not_stay(cache, tier):
     assert cache.lookup(0, 2) <= 1
 
 
+def test_what_is_cleared_while_tiers_are_asked_does_not_come_up(cache, tier):
+    """Neither what they had said before, nor what is behind it."""
+    stored_below(tier, 0, 4)
+    tier.gate.clear()
+    later = cache.begin(Lookup(request="r", shards=[SHARD], digests=digests(0, 4)))
+    assert tier.entered.wait(20)
+    tier.away = True  # so that the clear does not get through
+    cache.clear(SHARD)
+    assert cache.reply(later) == Found(chunks=0)
+    tier.away = False
+    tier.gate.set()
+    assert cache.lookup(0, 4) == 0
+    cache.settle()
+    assert cache.stats()["resident"] == 0
+
+
+def test_what_is_cleared_while_it_is_loaded_does_not_come_up(monkeypatch, opened, tier):
+    monkeypatch.setattr(loading, "BATCH_BYTES", SLOT)
+    cache = opened.enter_context(TieredCache(tier, slots=16))
+    stored_below(tier, 0, 8)
+    real, loads = tier.get_into, []
+
+    def get_into(keys, places):
+        loads.append(keys)
+        tier.gate.clear()
+        return real(keys, places)
+
+    tier.get_into = get_into
+    cache.begin(Lookup(request="r", shards=[SHARD], digests=digests(0, 8)))
+    cache.until(lambda: tier.count("get_into") == 2)
+    assert cache.clear() == 0
+    tier.gate.set()
+    tier.get_into = real
+    cache.settle()
+    cache.until(lambda: cache.stats()["writing"] == 0)
+    assert len(loads) == 2
+    assert cache.stats()["resident"] == 0
+    assert cache.lookup(0, 8) == 0
+
+
 def test_clears_of_a_tier_that_is_away_do_not_pile_up(cache, tier):
     tier.away = True
     cache.lookup(0, 1)
@@ -534,6 +574,79 @@ def test_clears_of_a_tier_that_is_away_do_not_pile_up(cache, tier):
         cache.clear(SHARD)
         cache.clear()
     assert len(cache.service._tiers._levels[0].clears) <= 3
+    for number in range(300):
+        cache.clear(number.to_bytes(32, "big"))
+    assert len(cache.service._tiers._levels[0].clears) <= 70
+
+
+# --- one that hangs -------------------------------------------------------------------------------
+
+
+def test_a_tier_that_hangs_keeps_nobody_from_the_others(monkeypatch, opened):
+    monkeypatch.setattr(loading, "BATCH_BYTES", SLOT)
+    upper, lower = MemoryTier("upper"), MemoryTier("lower")
+    cache = opened.enter_context(TieredCache(upper, lower, slots=64, policy="none"))
+    stored_below(upper, 0, 20)
+    stored_below(lower, 0, 40)
+    real, hanging = upper.get_into, [True]
+
+    def hang(keys, places):
+        if hanging:
+            upper.gate.clear()
+        return real(keys, places)
+
+    upper.get_into = hang
+    for number in range(10):
+        name = f"hangs {number}"
+        cache.begin(Lookup(request=name, shards=[SHARD], digests=digests(2 * number, 20)))
+    cache.until(lambda: upper.count("get_into") == 2)
+    cache.pass_time(31.0)
+    assert cache.lookup(20, 40) == 20  # the other tier's
+    cache.free()
+    assert cache.tier("upper")["away"] == 1
+    assert cache.lookup(0, 4) == 4  # what hangs there comes from the other
+    assert cache.load(0, 4) == 4
+    hanging.clear()
+    upper.gate.set()
+    cache.until(lambda: cache.stats()["writing"] == 0)
+    cache.until(lambda: cache.tier("upper")["away"] == 0)
+    for number in range(10):
+        cache.free(f"hangs {number}")
+    cache.free()
+    assert cache.stats()["idle"] == cache.stats()["resident"]
+
+
+def test_a_lookup_without_a_deadline_does_not_wait_for_ever(cache, tier):
+    stored_below(tier, 0, 2)
+    tier.gate.clear()
+    later = cache.begin(
+        Lookup(request="r", shards=[SHARD], digests=digests(0, 2)), timeout=float("inf")
+    )
+    cache.pass_time(31.0)
+    assert cache.replies.pop(later) == Found(chunks=0)
+    tier.gate.set()
+
+
+def test_a_slot_that_a_hanging_tier_may_still_write_is_nobody_elses(opened, tier):
+    """However long it hangs."""
+    cache = opened.enter_context(TieredCache(tier, slots=4))
+    stored_below(tier, 100, 102)
+    real = tier.get_into
+
+    def hang(keys, places):
+        tier.gate.clear()
+        return real(keys, places)
+
+    tier.get_into = hang
+    cache.begin(Lookup(request="r", shards=[SHARD], digests=digests(100, 102)))
+    cache.until(lambda: tier.count("get_into") == 1)
+    cache.pass_time(100_000.0)
+    cache.register(1, SHARD)
+    assert cache.store(0, 4) == 2  # the others are being written
+    tier.get_into = real
+    tier.gate.set()
+    cache.until(lambda: cache.stats()["writing"] == 0)
+    assert cache.load(0, 2) == 2
 
 
 # --- ending ---------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ some changes of quotas look at all there are. Not safe for threads by itself.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -80,6 +81,9 @@ class ChunkStore:
         numbers = itertools.count(NO_TICKET + 1)
         self._writes = Tickets(numbers, write_ttl, "write_ttl")
         self._reads = Tickets(numbers, read_ttl, "read_ttl")
+        # A tier says itself when it is done, however long that takes: until then its thread uses the slots.
+        self._tier_writes = Tickets(numbers, math.inf, "write_ttl")
+        self._tier_reads = Tickets(numbers, math.inf, "read_ttl")
 
     def fits(self, nbytes: int) -> bool:
         """Could a slot of ``nbytes`` exist if the store were empty?"""
@@ -125,7 +129,7 @@ class ChunkStore:
             raise
         finally:
             self._table.release(present)
-        ticket = self._writes.give(owner, written, now)
+        ticket = self._writes_of(owner).give(owner, written, now)
         return Reservation(ticket, indices, [chunk.offset for chunk in written])
 
     def commit(self, owner: int, ticket: int, now: float, *, without: Collection[int] = ()) -> bool:
@@ -135,7 +139,7 @@ class ChunkStore:
         its chunks were cleared meanwhile.
         """
         self.tick(now)
-        chunks = self._writes.take(owner, ticket)
+        chunks = self._writes_of(owner).take(owner, ticket)
         if chunks is None:
             return False
         written = [chunk for index, chunk in enumerate(chunks) if index not in without]
@@ -146,6 +150,14 @@ class ChunkStore:
         if published:
             self.on_publish(owner, [chunk.key for chunk in written if chunk.listed], now)
         return published > 0
+
+    def give_up(self, owner: int, ticket: int) -> None:
+        """What is being written is not published; the slots stay the writer's until it commits.
+
+        Others may reserve the same chunks meanwhile.
+        """
+        for chunk in self._writes_of(owner).get(owner, ticket) or ():
+            self._table.unlist(chunk)
 
     def abort(self, owner: int, ticket: int, now: float) -> bool:
         """Discard what the ticket's writer wrote; False when ``owner`` has no such ticket."""
@@ -290,7 +302,7 @@ class ChunkStore:
         return True
 
     def hold(self, owner: int, keys: Sequence[ChunkKey], now: float) -> Reading:
-        """Hold chunks where they are until :meth:`let_go`.
+        """Hold chunks where they are until :meth:`let_go`, for a tier.
 
         Raises:
             LocalProtocolError: one that is not resident.
@@ -300,16 +312,13 @@ class ChunkStore:
         if len(chunks) < len(keys):
             raise LocalProtocolError(f"hold: expected resident chunks, got {len(chunks)} of them")
         self._table.hold(chunks)
-        ticket = self._reads.give(owner, chunks, now)
+        ticket = self._tier_reads.give(owner, chunks, now)
         return Reading(ticket, [chunk.offset for chunk in chunks])
 
-    def let_go(self, owner: int, ticket: int, now: float) -> list[ChunkKey] | None:
-        """End a hold; which of its chunks nobody shall find any more. None: its time was up before,
-        and the slots may have been others' since."""
+    def let_go(self, owner: int, ticket: int, now: float) -> list[ChunkKey]:
+        """End a hold; which of its chunks nobody shall find any more."""
         self.tick(now)
-        held = self._reads.take(owner, ticket)
-        if held is None:
-            return None
+        held = self._tier_reads.take(owner, ticket) or ()
         gone = [chunk.key for chunk in held if not chunk.listed]
         self._table.release(held)
         return gone
@@ -412,7 +421,7 @@ class ChunkStore:
 
     def stats(self) -> dict[str, int]:
         """The counters, and what there is now."""
-        written = list(self._writes.chunks())
+        written = [*self._writes.chunks(), *self._tier_writes.chunks()]
         return asdict(self.counters) | {
             "evicted": self._table.evicted,
             "evicted_bytes": self._table.evicted_bytes,
@@ -423,10 +432,13 @@ class ChunkStore:
             "writing": len(written),
             "writes": len(self._writes),
             "leases": len(self._leases),
-            "reads": len(self._reads),
+            "reads": len(self._reads) + len(self._tier_reads),
             "pins": len(self._pins),
             "pinned_bytes": self._pins.nbytes,
         }
+
+    def _writes_of(self, owner: int) -> Tickets:
+        return self._writes if owner > TIERS else self._tier_writes
 
     def _counters(self, owner: int) -> Counters:
         return self.counters if owner > TIERS else self._below

@@ -7,6 +7,7 @@ one that is away.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -87,7 +88,8 @@ class TierLink:
         self._breaker = Breaker()
         self._readers = Threads(READERS, f"lmcache-kernels-{name}-read")
         self._writers = Threads(WRITERS, f"lmcache-kernels-{name}-write")
-        self._under_way: dict[object, float] = {}  # when each call began
+        # When each call began; infinite of those that may take as long as they like.
+        self._under_way: dict[object, float] = {}
 
     @property
     def idle(self) -> bool:
@@ -101,8 +103,15 @@ class TierLink:
 
     def may_try(self, now: float) -> bool:
         """Is it worth a call? Who is told so makes one."""
-        oldest = next(iter(self._under_way.values()), now)
-        return now - oldest < PATIENCE and self._breaker.may_try(now)
+        return not self._hangs(now) and self._breaker.may_try(now)
+
+    def tick(self, now: float) -> None:
+        """Notice a call that does not come back; every second or so."""
+        if self._hangs(now) and not self.away:
+            self._judge(TierUnavailable(f"a call is not over after {PATIENCE:g} s"), now)
+
+    def _hangs(self, now: float) -> bool:
+        return now - min(self._under_way.values(), default=now) >= PATIENCE
 
     def exists(
         self, keys: Sequence[ChunkKey], now: float, then: Callable[[list[bool], float], None]
@@ -196,7 +205,13 @@ class TierLink:
             work()
             return True
 
-        self._call(self._writers, done, lambda done, _, now: then(done is not None, now), now)
+        self._call(
+            self._writers,
+            done,
+            lambda done, _, now: then(done is not None, now),
+            now,
+            bounded=False,
+        )
 
     def _call(
         self,
@@ -204,10 +219,12 @@ class TierLink:
         work: Callable[[], T],
         over: Callable[[T | None, float, float], None],
         now: float,
+        *,
+        bounded: bool = True,
     ) -> None:
         """``over`` gets the result, or None if it failed; the seconds it took; and the time."""
         call = object()
-        self._under_way[call] = now
+        self._under_way[call] = now if bounded else math.inf
 
         def run() -> None:
             began = time.monotonic()

@@ -22,6 +22,8 @@ from lmcache_kernels.transfer.serving.finding import NO_WINDOW, find
 from lmcache_kernels.transfer.serving.later import Later
 from lmcache_kernels.transfer.serving.store import TIERS
 
+from .link import PATIENCE
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from lmcache_kernels.transfer.serving.chunk_table import ChunkKey
     from lmcache_kernels.transfer.serving.inbox import Inbox
     from lmcache_kernels.transfer.serving.store import ChunkStore
-    from lmcache_kernels.transfer.serving.tickets import Reservation
 
     from .link import TierLink
 
@@ -50,7 +51,10 @@ BATCH_BYTES = 32 << 20
 BATCH_CHUNKS = 256
 
 MOST_FETCHES = 8
-"""Loads under way, of all jobs and tiers."""
+"""Loads under way of one tier, of all jobs."""
+
+MOST_KEYS = 1 << 14
+"""Names that one lookup asks tiers for: some 20 ms of the service's thread."""
 
 NOWHERE = -1
 """No level."""
@@ -101,6 +105,9 @@ class _Job:
 class _Fetch:
     keys: list[ChunkKey]
     jobs: set[_Job]
+    level: int
+    ticket: int
+    begun: float
 
 
 class TierLoads:
@@ -132,7 +139,7 @@ class TierLoads:
         self._loaded = loaded
         self._jobs: dict[str, _Job] = {}
         self._loading: dict[ChunkKey, _Fetch] = {}
-        self._fetches = 0
+        self._fetches: dict[_Fetch, None] = {}  # in the order in which they began
 
     def __len__(self) -> int:
         """Lookups that wait."""
@@ -150,12 +157,12 @@ class TierLoads:
         It replaces a lookup of the same request that still waits.
         """
         self.cancel(asked.request)
-        digests = asked.digests[: found + MOST_CHUNKS]
+        digests = asked.digests[: found + min(MOST_CHUNKS, MOST_KEYS // len(asked.shards))]
         if len(digests) <= found or len(self._jobs) >= MOST_JOBS:
             return Found(chunks=found)
         if any(self._chunk_bytes(shard) is None for shard in asked.shards):
             return Found(chunks=found)
-        answer_by = now + ANSWER_AFTER * (deadline - now) if deadline < math.inf else math.inf
+        answer_by = now + min(ANSWER_AFTER * (deadline - now), PATIENCE)
         job = _Job(replace(asked, digests=digests), Later(), answer_by, found)
         self._jobs[asked.request] = job
         self._locate(job, self._absent(job), 0, now)
@@ -176,9 +183,20 @@ class TierLoads:
         return min((job.answer_by for job in self._jobs.values()), default=math.inf)
 
     def expire(self, now: float) -> None:
-        """Answer those whose time is up with what has arrived."""
+        """Answer those whose time is up with what has arrived, and wait no longer for a load that hangs."""
+        for fetch in [one for one in self._fetches if now - one.begun >= PATIENCE]:
+            self._forget(fetch)
+            self._store.give_up(LOADER, fetch.ticket)
+            self._go_on(fetch, now, failed=True)
         for job in [job for job in self._jobs.values() if job.answer_by <= now]:
             self._end(job)
+
+    def clear(self, shards: Sequence[bytes]) -> None:
+        """Lookups that wait for something of these shards, or of any if none is named, find nothing."""
+        for job in list(self._jobs.values()):
+            if not shards or not frozenset(shards).isdisjoint(job.asked.shards):
+                job.found = 0
+                self._end(job)
 
     # --- where the chunks are ---------------------------------------------------------------------
 
@@ -231,13 +249,14 @@ class TierLoads:
 
     def _advance(self, job: _Job, now: float) -> None:
         """Order what may be ordered; reply if nothing is left to wait for."""
-        while job.wanted and len(job.fetches) < FETCHES_OF_A_JOB and self._fetches < MOST_FETCHES:
-            self._order_batch(job, now)
+        while job.wanted and len(job.fetches) < FETCHES_OF_A_JOB:
+            if not self._order_batch(job, now):
+                return
         if not job.fetches and not job.wanted:
             self._end(job)
 
-    def _order_batch(self, job: _Job, now: float) -> None:
-        """Order the next chunks, as many as make up a batch."""
+    def _order_batch(self, job: _Job, now: float) -> bool:
+        """Order the next chunks, as many as make up a batch; False if a tier has too much to do."""
         batch: dict[tuple[bytes, int], list[ChunkKey]] = {}
         count = nbytes = 0
         while job.wanted and count < BATCH_CHUNKS and nbytes < BATCH_BYTES:
@@ -252,16 +271,23 @@ class TierLoads:
                 batch.setdefault((key[0], level), []).append(key)
                 count += 1
                 nbytes += HEADER_BYTES + (self._chunk_bytes(key[0]) or 0)
+        busy = [key for (_, level), keys in batch.items() if self._is_busy(level) for key in keys]
         for (shard, level), keys in batch.items():
             if level == NOWHERE:
                 job.wanted.clear()
-            else:
+            elif keys[0] not in busy:
                 self._fetch(job, shard, level, keys, now)
+        job.wanted.extendleft(reversed(busy))
+        return not busy
+
+    def _is_busy(self, level: int) -> bool:
+        return sum(fetch.level == level for fetch in self._fetches) >= MOST_FETCHES
 
     def _fetch(self, job: _Job, shard: bytes, level: int, keys: list[ChunkKey], now: float) -> None:
         chunk_bytes = self._chunk_bytes(shard)
         link = self._levels[level].link
-        if chunk_bytes is None or not link.may_try(now):
+        readable = self._levels[level].readable(shard)  # it was, before something was cleared
+        if chunk_bytes is None or not readable or not link.may_try(now):
             job.wanted.clear()
             return
         nbytes = HEADER_BYTES + chunk_bytes
@@ -273,10 +299,10 @@ class TierLoads:
             return
         keys = [keys[index] for index in slots.indices]
         places = [self._arena.view(offset, nbytes) for offset in slots.offsets]
-        fetch = _Fetch(keys, {job})
+        fetch = _Fetch(keys, {job}, level, slots.ticket, now)
         job.fetches.add(fetch)
         self._loading |= dict.fromkeys(keys, fetch)
-        self._fetches += 1
+        self._fetches[fetch] = None
 
         def over(arrived: list[bool], now: float) -> None:
             bad = [
@@ -284,27 +310,34 @@ class TierLoads:
                 for index, key in enumerate(keys)
                 if not (arrived[index] and _holds(places[index], key, chunk_bytes))
             ]
-            self._over(fetch, slots, bad, level, now)
+            self._over(fetch, bad, now)
 
         link.get_into(keys, places, now, over)
 
-    def _over(
-        self, fetch: _Fetch, slots: Reservation, bad: list[int], level: int, now: float
-    ) -> None:
-        self._fetches -= 1
-        for key in fetch.keys:
-            del self._loading[key]
-        self._store.commit(LOADER, slots.ticket, now, without=bad)
+    def _over(self, fetch: _Fetch, bad: list[int], now: float) -> None:
+        self._forget(fetch)
+        self._store.commit(LOADER, fetch.ticket, now, without=bad)
         unusable = set(bad)
         self._loaded(
-            [key for index, key in enumerate(fetch.keys) if index not in unusable], level, now
+            [key for index, key in enumerate(fetch.keys) if index not in unusable], fetch.level, now
         )
+        self._go_on(fetch, now, failed=bool(bad))
+
+    def _forget(self, fetch: _Fetch) -> None:
+        """It is over, or nobody waits for it any more."""
+        if fetch in self._fetches:
+            del self._fetches[fetch]
+            for key in fetch.keys:
+                del self._loading[key]
+
+    def _go_on(self, fetch: _Fetch, now: float, *, failed: bool) -> None:
         for job in fetch.jobs:
             job.fetches.discard(fetch)
             if self._waits(job):
                 self._arrived(job, now)
-                if bad:
+                if failed:
                     job.wanted.clear()
+        fetch.jobs.clear()
         for job in list(self._jobs.values()):
             if job.planned and self._waits(job):
                 self._advance(job, now)

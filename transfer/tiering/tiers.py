@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MOST_CLEARS = 64
+"""That wait for a tier that is away; of more, everything is cleared there."""
+
 MOST_SENT = 1 << 16
 """Names of chunks that are remembered as sent; of others a tier is asked again whether it has them."""
 
@@ -39,11 +42,20 @@ class _Level:
     """A tier, and what is still to be cleared there: nothing of that is read meanwhile."""
 
     link: TierLink
-    clears: list[Sequence[bytes]] = field(default_factory=list)
-    clearing: bool = False
+    clears: list[frozenset[bytes]] = field(default_factory=list)  # an empty one: of everything
+    clearing: bool = False  # the first of them
 
     def readable(self, shard: bytes) -> bool:
         return not any(not shards or shard in shards for shards in self.clears)
+
+    def mask(self, shards: frozenset[bytes]) -> None:
+        """These are to be cleared, too; what has begun may miss the latest."""
+        waiting = self.clears[self.clearing :]
+        if shards not in waiting and frozenset() not in waiting:
+            if not shards or len(waiting) >= MOST_CLEARS:
+                del self.clears[self.clearing :]
+                shards = frozenset()
+            self.clears.append(shards)
 
 
 class Tiers:
@@ -120,11 +132,12 @@ class Tiers:
 
         It is masked at once, and forgotten below as soon as the tier can be used.
         """
-        self._write_back.forget(shards)
+        wanted = frozenset(shards)
+        self._write_back.forget(wanted)
+        self._loads.clear(shards)
         self._sent.clear()
         for level in self._levels:
-            if shards not in level.clears[level.clearing :]:  # what has begun may miss the latest
-                level.clears.append(list(shards))
+            level.mask(wanted)
             self._go_on_clearing(level, now)
 
     # --- time -------------------------------------------------------------------------------------
@@ -139,14 +152,16 @@ class Tiers:
 
     def tick(self, now: float) -> None:
         """Go on with what a tier was away for; every second or so."""
-        self._write_back.go_on(now)
         for level in self._levels:
+            level.link.tick(now)
             self._go_on_clearing(level, now)
+        self._write_back.go_on(now)
 
     @property
     def over(self) -> bool:
-        """All that was stored has gone down, as far as it can."""
-        return self._write_back.over
+        """All that was stored has gone down and all that was cleared is forgotten, as far as can be."""
+        cleared = all(not level.clears or level.link.away for level in self._levels)
+        return cleared and self._write_back.over
 
     def stats(self) -> dict[str, dict[str, int | float]]:
         """Per tier what :meth:`.TierLink.stats` says, in the order in which they are asked."""
@@ -187,7 +202,7 @@ class Tiers:
     def _go_on_clearing(self, level: _Level, now: float) -> None:
         if level.clears and not level.clearing and level.link.may_try(now):
             level.clearing = True
-            level.link.clear(level.clears[0], now, partial(self._cleared, level))
+            level.link.clear(sorted(level.clears[0]), now, partial(self._cleared, level))
 
     def _cleared(self, level: _Level, done: bool, now: float) -> None:
         level.clearing = False

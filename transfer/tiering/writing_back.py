@@ -84,7 +84,7 @@ class WriteBack:
                 queue.link.counters.skipped += 1
         self.go_on(now)
 
-    def forget(self, shards: Sequence[bytes]) -> None:
+    def forget(self, shards: frozenset[bytes]) -> None:
         """What waits of these shards, or of all if none is named, is not to be written any more."""
         for queue in self._queues:
             kept = [key for key in queue.waiting if shards and key[0] not in shards]
@@ -139,8 +139,7 @@ class WriteBack:
     ) -> None:
         queue.under_way -= 1
         gone = self._store.let_go(WRITER, ticket, now)
-        # Cleared or found damaged while it was written; or, written for too long, maybe overwritten.
-        stale = keys if gone is None else [key for key in gone if key in set(keys)]
+        stale = [key for key in gone if key in set(keys)]  # cleared or found damaged meanwhile
         if stale:
             queue.link.remove(stale, now, lambda done, now: None)
         self.go_on(now)
