@@ -38,7 +38,8 @@ CONNECTION_SECONDS = 15.0
 """A connection carries one request and lasts no longer, whatever its client does."""
 
 MAX_CONNECTIONS = 128
-"""More are closed at once, so that the files of this process are not used up."""
+"""Of more, the oldest that has not asked anything yet is closed, so that the files of this process are
+not used up."""
 
 MAX_HEADERS = 16 << 10
 """Bytes of a request's first line and headers."""
@@ -133,10 +134,21 @@ class _OneRequest(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= MAX_CONNECTIONS:
-            self._end = None
-            transport.abort()
-            return
+            # Whoever has not asked anything yet goes first: idle connections keep nobody out.
+            idle = [
+                one
+                for one in self.connections
+                if isinstance(one, _OneRequest) and one.cycle is None
+            ]
+            if not idle:
+                self._end = None
+                transport.abort()
+                return
+            oldest = min(idle, key=lambda one: one._began)
+            self.connections.discard(oldest)
+            oldest.transport.abort()
         super().connection_made(transport)
+        self._began = self.loop.time()
         self._end = self.loop.call_later(CONNECTION_SECONDS, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:

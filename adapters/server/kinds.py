@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import reprlib
 import sys
 from dataclasses import dataclass
@@ -152,14 +151,24 @@ def _plain(number: float) -> str:
 
 
 def _refuse(kind: Kind, value: object) -> NoReturn:
-    raise ConfigError(f"expected {kind}, got {without_credentials(_SHORT.repr(value))}")
+    raise ConfigError(f"expected {kind}, got {_SHORT.repr(without_credentials(value))}")
 
 
-def without_credentials(text: str) -> str:
-    """The same, without user and password of the URLs in it, also if those are cut off by dots."""
-    return _CREDENTIALS.sub("//***@", text)
+def without_credentials(value: Any) -> Any:
+    """The value; of a URL with user or password, which may hold any character, neither of them. Also of
+    those in a list; what is nested deeper is not shown."""
+    if isinstance(value, list | tuple):
+        return [without_credentials(one) if _is_plain(one) else "..." for one in value]
+    if not _is_plain(value):
+        return "..."
+    if not isinstance(value, str) or "://" not in value or "@" not in value:
+        return value
+    return f"{value.partition('://')[0]}://***@{value.rpartition('@')[2]}"
 
 
-_CREDENTIALS = re.compile(r"""//[^/@\s"']*(?:@|\.{3})""")
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, str | int | float)
+
+
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 80

@@ -110,7 +110,7 @@ def variable_of(name: str) -> str:
 
 def shown(value: Any) -> str:
     """A setting's value as a TOML file has it, without user and password of URLs."""
-    return without_credentials(json.dumps(value))
+    return json.dumps(without_credentials(value))
 
 
 def _known(said: str, spelled: Callable[[str], str], origin: str) -> str:

@@ -142,6 +142,16 @@ def test_no_password_is_shown(capsys):
     assert 'l2-tier = ["valkey://***@127.0.0.1:6379/0?prefix=p"]' in printed
 
 
+@pytest.mark.parametrize("password", ["it's", 'a"b', "a b", "a/b", "p@ss", "x://y"])
+def test_no_password_is_shown_whatever_it_is_made_of(password):
+    url = f"valkey://user:{password}@127.0.0.1:6379/0"
+    for value in ((url,), url):
+        assert shown(value).strip('[]"') == "valkey://***@127.0.0.1:6379/0"
+    with pytest.raises(ConfigError) as refused:
+        SETTINGS["l2_tier"].kind.of_value(url)
+    assert password not in str(refused.value)
+
+
 def test_settings_do_not_change():
     with pytest.raises(dataclasses.FrozenInstanceError):
         ServerConfig().port = 1

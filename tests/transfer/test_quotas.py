@@ -291,3 +291,15 @@ def test_a_quota_is_the_tenants_own_or_the_default(named, default) -> None:
         assert quotas.changed(tenant, 5).of(tenant) == 5
         assert quotas.changed(tenant, None).of(tenant) == (default if tenant else None)
         assert quotas.changed(None, 7).of("c") == 7
+
+
+def test_tenants_that_nobody_has_named_are_told_of_together() -> None:
+    """A salt may be a secret, and there may be any number of them."""
+    cache = Cache(64, {None: 4})
+    for number in range(3):
+        assert cache.put(f"secret {number}", 2, first=2 * number) == 2
+    told = cache.store.named_quotas()
+    assert told == {"*": (4 * UNIT, 6 * UNIT)}
+    cache.store.set_quota("secret 1", 3 * UNIT)
+    told = cache.store.named_quotas()
+    assert told == {"secret 1": (3 * UNIT, 2 * UNIT), "*": (4 * UNIT, 4 * UNIT)}

@@ -322,8 +322,8 @@ class CacheService:
         self._store.set_quota(tenant, nbytes)
 
     def quotas(self) -> dict[str, QuotaUse]:
-        """See :meth:`.store.ChunkStore.quotas`."""
-        return self._store.quotas()
+        """See :meth:`.store.ChunkStore.named_quotas`."""
+        return self._store.named_quotas()
 
     @property
     def default_quota(self) -> int | None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_kernels.errors import LocalProtocolError
 
+from .accounts import QuotaUse
 from .chunk_table import ChunkTable
 from .counters import Counters
 from .eviction import Eviction
@@ -30,9 +31,11 @@ from .tickets import NO_TICKET, READ_TTL, WRITE_TTL, Reading, Reservation, Ticke
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
-    from .accounts import QuotaUse
     from .chunk_table import Chunk, ChunkKey, ChunkState
     from .pins import PinState
+
+OTHERS = "*"
+"""Stands for tenants that are not named."""
 
 TIERS = -(1 << 62)
 """Owners up to this one are no workers but tiers below the arena."""
@@ -354,6 +357,17 @@ class ChunkStore:
     def change_quotas(self, quotas: Quotas) -> None:
         """All at once; see :meth:`set_quota`."""
         self._table.accounts.change(quotas)
+
+    def named_quotas(self) -> dict[str, QuotaUse]:
+        """Of every tenant that is named in the quotas, and under :data:`OTHERS` what the others with one
+        use together: a salt may be a secret, and there may be any number of them."""
+        uses = self.quotas()
+        named = self._table.accounts.quotas.tenants
+        found = {tenant: use for tenant, use in uses.items() if tenant in named}
+        if self.default_quota is not None:
+            others = sum(use.used_bytes for tenant, use in uses.items() if tenant not in named)
+            found[OTHERS] = QuotaUse(self.default_quota, others)
+        return found
 
     def quotas(self) -> dict[str, QuotaUse]:
         """Of every tenant that has a quota of its own, or has one and uses anything."""
