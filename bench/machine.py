@@ -13,8 +13,9 @@ import triton
 
 
 def describe() -> dict[str, str]:
-    """GPU, driver, library versions, commit, date and command of this run."""
+    """Processor, GPU, driver, library versions, commit, date and command of this run."""
     found = {
+        "processor": f"{len(os.sched_getaffinity(0))} cores, {_processor()}",
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -30,6 +31,14 @@ def describe() -> dict[str, str]:
             "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
         )
     return found
+
+
+def _processor() -> str:
+    with open("/proc/cpuinfo") as cpuinfo:
+        names = [
+            line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")
+        ]
+    return names[0] if names else platform.machine()
 
 
 def _output(*command: str) -> str:
