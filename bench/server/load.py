@@ -75,7 +75,7 @@ def measure(load: Load, seconds: float) -> list[Row]:
         ticket, _ = reserve_all(load, server, client)
         ask(client, CommitStore(instance=0, ticket=ticket), Done, TIMEOUT)
         alone = watch(replace(load, workers=1), server, client, warm_up=few / 4, seconds=few)
-        busy = watch(load, server, client, warm_up=few, seconds=seconds)
+        busy = watch(load, server, client, warm_up=2 * few, seconds=seconds)
         ticket, held = reserve_all(load, server, client)
         ask(client, AbortStore(instance=0, ticket=ticket), Done, TIMEOUT)
         both = hashing_and_lookups(load, client)
