@@ -44,9 +44,11 @@ async def changed(loop: Loop, change: Callable[[], T]) -> T:
     return await _within(loop.call(change), CHANGE_TIMEOUT)
 
 
-async def asked(loop: Loop, request: Request, expected: type[T]) -> T:
-    """The reply that a client would get."""
-    reply = await _within(loop.ask(request, CHANGE_TIMEOUT), CHANGE_TIMEOUT)
+async def asked(
+    loop: Loop, request: Request, expected: type[T], seconds: float = CHANGE_TIMEOUT
+) -> T:
+    """The reply that a client would get, who waits for so long."""
+    reply = await _within(loop.ask(request, seconds), seconds)
     if isinstance(reply, ErrorReply):
         raise HTTPException(_STATUS_OF_CODE.get(reply.code, 500), reply.message)
     if not isinstance(reply, expected):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +15,7 @@ from lmcache_kernels.transfer.messages import (
     Clear,
     Cleared,
     Done,
-    EndSession,
     Found,
-    Lookup,
     Pin,
     Unpin,
 )
@@ -42,13 +39,6 @@ class ClearBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``shards``: 64 hexadecimal digits each; without any, all that there is goes."""
 
     shards: list[str] = []
-
-
-class PrefetchBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which chunks are wanted in the arena, hexadecimal."""
-
-    shards: list[str]
-    digests: list[str]
 
 
 class PinBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,7 +75,6 @@ class Changes:
     def routes(self) -> list[Route]:
         routes = [
             Route("/cache/clear", self.clear, methods=["POST"]),
-            Route("/cache/prefetches", self.prefetch, methods=["POST"]),
             Route("/cache/pins", self.pin, methods=["POST"]),
             Route("/cache/pins/{pin:path}", self.unpin, methods=["DELETE"]),
             Route("/quota", self.default_quota, methods=["PUT", "DELETE"]),
@@ -100,22 +89,6 @@ class Changes:
         shards = [name_of("shards", shard) for shard in body.shards]
         reply = await asked(self._loop, Clear(shards=shards), Cleared)
         return json_response({"cleared": reply.chunks})
-
-    async def prefetch(self, request: Request) -> Response:
-        """A lookup that nobody makes use of: what tiers have comes up. Answered by how many chunks, from
-        the first on, are in the arena now; more may be on their way."""
-        body = await body_of(request, PrefetchBody)
-        name = f"prefetch {secrets.token_hex(8)}"
-        lookup = Lookup(
-            request=name,
-            shards=[name_of("shards", shard) for shard in body.shards],
-            digests=b"".join([name_of("digests", digest) for digest in body.digests]),
-        )
-        try:
-            found = await asked(self._loop, lookup, Found)
-        finally:
-            await asked(self._loop, EndSession(request=name), Done)
-        return json_response({"found": found.chunks})
 
     async def pin(self, request: Request) -> Response:
         """Answered by how many of the chunks, from the first on, are there and kept now."""

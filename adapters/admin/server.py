@@ -19,6 +19,7 @@ from .access import Access
 from .asking import json_response
 from .changes import Changes
 from .looks import SERVING, Looks
+from .prefetches import Prefetches
 
 if TYPE_CHECKING:
     import asyncio
@@ -81,7 +82,7 @@ class AdminServer:
         looks = Looks(loop, service, phase, config)
         changes = Changes(loop, service, reload)
         app = Starlette(
-            routes=[*looks.routes(), *changes.routes()],
+            routes=[*looks.routes(), *changes.routes(), *Prefetches(loop).routes()],
             exception_handlers={HTTPException: _refused, Exception: _failed},
         )
         app.router.redirect_slashes = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -334,6 +335,17 @@ def test_pinned_chunks_stay_and_pins_are_listed():
         assert rig.change("DELETE", "/cache/pins/never/there")[0] == 200
 
 
+def prefetched(rig, wanted):
+    """How the job ends, and with how many chunks."""
+    status, job = rig.change("POST", "/cache/prefetches", wanted)
+    assert status == 202
+    give_up_at = time.monotonic() + 20
+    while job["state"] == "running":
+        assert time.monotonic() < give_up_at
+        job = rig.get(f"/cache/prefetches/{job['prefetch']}")
+    return job["state"], job["found"]
+
+
 def test_a_prefetch_brings_up_what_a_tier_has():
     below = MemoryTier()
     for number in range(4):
@@ -342,13 +354,37 @@ def test_a_prefetch_brings_up_what_a_tier_has():
     wanted = pin_body(0, 6)
     del wanted["pin"], wanted["seconds"]
     with AdminRig(tiers=[below]) as rig:
-        assert rig.change("POST", "/cache/prefetches", wanted) == (200, {"found": 0})
+        assert prefetched(rig, wanted) == ("done", 0)
         rig.register()
-        assert rig.change("POST", "/cache/prefetches", wanted) == (200, {"found": 4})
+        assert prefetched(rig, wanted) == ("done", 4)
         status = rig.get("/status")
         assert (status["tiers"][0]["chunks"], status["under_way"]["leases"]) == (4, 0)
         assert rig.change("POST", "/cache/prefetches", {"shards": [], "digests": []})[0] == 400
         assert rig.change("POST", "/cache/prefetches", wanted, token=None)[0] == 401
+        assert rig.http("GET", "/cache/prefetches/unknown")[0] == 404
+
+
+def test_a_prefetch_that_takes_long_can_be_looked_at_and_cancelled():
+    below = MemoryTier()
+    below.gate.clear()
+    wanted = pin_body(0, 6)
+    del wanted["pin"], wanted["seconds"]
+    with AdminRig(tiers=[below]) as rig:
+        rig.register()
+        status, job = rig.change("POST", "/cache/prefetches", wanted)
+        assert (status, job["state"], job["chunks"]) == (202, "running", 6)
+        path = f"/cache/prefetches/{job['prefetch']}"
+        assert rig.get(path)["state"] == "running"
+        assert rig.get("/status")["under_way"]["tier_lookups"] == 1
+        assert rig.change("DELETE", path, token=None)[0] == 401
+        assert rig.change("DELETE", path)[1]["state"] == "cancelled"
+        assert rig.get("/status")["under_way"]["tier_lookups"] == 0
+        assert rig.change("DELETE", path)[1]["state"] == "cancelled"
+        for _ in range(15):
+            assert rig.change("POST", "/cache/prefetches", wanted)[0] == 202
+        assert rig.change("POST", "/cache/prefetches", wanted)[0] == 202
+        assert rig.change("POST", "/cache/prefetches", wanted)[0] == 503
+        below.gate.set()
 
 
 @pytest.mark.parametrize(
