@@ -19,7 +19,9 @@ def test_whoever_is_killed_what_a_lookup_offers_is_right_and_nobody_waits(
 ):
     """After each round everybody works again, what is offered reads back to the bit, nothing is left
     behind, and nobody has more files, threads or memory than before."""
-    assert REDIS or not require_services, "needs redis-server or valkey-server"
+    assert REDIS or not require_services, (
+        "needs redis-server or valkey-server, and the package valkey"
+    )
     killed = Counter()
     with Fleet(random.Random(seed), tmp_path) as fleet:
         for number in range(rounds):

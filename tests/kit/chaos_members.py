@@ -5,6 +5,7 @@ Whatever else can fail becomes an entry of :data:`KINDS`.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -102,7 +103,10 @@ def _worker(mode, first):
     return command
 
 
-REDIS = shutil.which("valkey-server") or shutil.which("redis-server")
+REDIS = (
+    importlib.util.find_spec("valkey")  # without the client a server refuses such a tier
+    and (shutil.which("valkey-server") or shutil.which("redis-server"))
+)
 KINDS: dict[str, Kind] = {
     "server": Kind(
         *(1, 3, _server, "serving"),

@@ -98,7 +98,7 @@ def test_fault_g06_one_rank_stores_a_latent_cache_and_all_ranks_of_any_engine_lo
     before = [cache.snapshot() for cache in loading.caches]
     loading.load()
     assert len(loading.port.of(PrepareRetrieve)) == tp
-    assert server.stats()["read"] == 3 * tp
+    assert server.stats()["loaded"] == 3 * tp
     for cache, snapshot in zip(loading.caches, before, strict=True):
         assert torch.equal(oracle_chunk(cache, BLOCKS), oracle_chunk(storing.caches[0], BLOCKS))
         assert untouched_outside(cache, snapshot, BLOCKS)
