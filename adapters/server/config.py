@@ -221,6 +221,8 @@ class ServerConfig:
                 nbytes = int(_QUOTA.of_text(text) * (1 << 30))
             except ConfigError as error:
                 raise ConfigError(f"--quota {tenant[:80]}: {error}") from error
+            if "=" in tenant or "," in tenant:
+                raise ConfigError(f"--quota: expected one TENANT=GB each time, got {said[:80]!r}")
             if tenant == "*":
                 default = nbytes
             else:

@@ -129,8 +129,8 @@ def test_whole_numbers_become_fractions_where_those_are_allowed():
 
 
 def test_quotas_are_what_the_store_takes():
-    config = ServerConfig(quota=["a=1", "=0.5", "x=y=2", "*=3"])
-    assert config.quotas == Quotas({"a": 1 << 30, "": 1 << 29, "x=y": 2 << 30}, 3 << 30)
+    config = ServerConfig(quota=["a=1", "=0.5", "*=3"])
+    assert config.quotas == Quotas({"a": 1 << 30, "": 1 << 29}, 3 << 30)
     assert ServerConfig().quotas == Quotas()
 
 
@@ -308,6 +308,7 @@ def test_the_last_of_two_flags_counts():
         (["--l2-tier", ""], "--l2-tier: expected printable text, not empty"),
         (["--l2-store-policy", "some"], "--l2-store-policy: expected one of all, found, none"),
         (["--quota", "a"], "--quota: expected TENANT=GB, got 'a' (from --quota)"),
+        (["--quota", "a=1,b=2"], "--quota: expected one TENANT=GB each time, got 'a=1,b=2'"),
         (["--quota", "a=x"], "--quota a: expected a number from 0 to 1000000, got 'x'"),
         (["--quota", "a/b=1"], "expected a tenant of at most 128 printable characters"),
         (["--host", "a\nb"], "--host: expected printable text"),

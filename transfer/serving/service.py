@@ -412,4 +412,10 @@ class CacheService:
         shards = unique_shards(request.shards) if request.shards else []
         if self._tiers is not None:
             self._tiers.clear(shards, now)
-        return Cleared(chunks=self._store.clear(shards, now))
+        cleared = self._store.clear(shards, now)
+        logger.info(
+            "cleared %d chunks of %s, here and in tiers",
+            cleared,
+            ", ".join(shard.hex()[:16] for shard in shards[:8]) or "every shard",
+        )
+        return Cleared(chunks=cleared)

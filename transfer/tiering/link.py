@@ -86,6 +86,7 @@ class TierLink:
         self._tier = tier
         self._inbox = inbox
         self._breaker = Breaker()
+        self._incomplete = 0  # calls that failed for some chunks
         self._readers = Threads(READERS, f"lmcache-kernels-{name}-read")
         self._writers = Threads(WRITERS, f"lmcache-kernels-{name}-write")
         # When each call began; infinite of those that may take as long as they like.
@@ -191,12 +192,25 @@ class TierLink:
         def over(done: list[bool] | None, seconds: float, now: float) -> None:
             done = done or [False] * len(keys)
             moved.chunks += sum(done)
-            moved.failed += len(keys) - sum(done)
+            failed = len(keys) - sum(done)
+            moved.failed += failed
+            if failed and not self.away:
+                self._tell_of_failed(moved)
             moved.nbytes += sum(len(place) for place, ok in zip(places, done, strict=True) if ok)
             moved.seconds += seconds
             then(done, now)
 
         self._call(threads, lambda: _checked(move(keys, places), keys), over, now)
+
+    def _tell_of_failed(self, moved: Moved) -> None:
+        """At the 1st, 2nd, 4th, ... call of which some failed: a tier may be full, and away is something else."""
+        self._incomplete += 1
+        if self._incomplete.bit_count() == 1:
+            what = "stored" if moved is self.counters.stores else "loaded"
+            logger.warning(
+                "tier %s: %d chunks could not be %s since the start, %d could; is it full?",
+                *(self.name, moved.failed, what, moved.chunks),
+            )
 
     def _order(
         self, work: Callable[[], None], now: float, then: Callable[[bool, float], None]
