@@ -28,7 +28,7 @@ PURE = [
         "transfer.serving.chunk_table",
         "transfer.serving.counters",
         "transfer.serving.request_log",
-        "transfer.serving.tier",
+        "transfer.tiering.tier",
         "transfer.tiering.policies",
     ),
     *("transfer.serving.eviction", "transfer.moving.pieces", "transfer.tiering.breaker"),

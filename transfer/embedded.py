@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from .messages import Reply, Request
-    from .serving.tier import Tier
+    from .tiering.tier import Tier
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from .sources import Effective, Sources
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lmcache_kernels.transfer.serving.tier import Tier
+    from lmcache_kernels.transfer.tiering.tier import Tier
 
 logger = logging.getLogger(__name__)
 

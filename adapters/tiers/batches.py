@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from lmcache_kernels.transfer.serving.chunk_table import ChunkKey
-    from lmcache_kernels.transfer.serving.tier import Place
+    from lmcache_kernels.transfer.tiering.tier import Place
 
 ID_BYTES = 32
 """Of a shard id, and of a digest."""

@@ -14,7 +14,7 @@ from .valkey import ValkeyTier
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from lmcache_kernels.transfer.serving.tier import Tier
+    from lmcache_kernels.transfer.tiering.tier import Tier
 
 SCHEMES: Mapping[str, Callable[[TierUrl], Tier]] = {
     "file": FileTier.from_url,

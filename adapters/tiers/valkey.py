@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from lmcache_kernels.transfer.serving.chunk_table import ChunkKey
-    from lmcache_kernels.transfer.serving.tier import Place
+    from lmcache_kernels.transfer.tiering.tier import Place
 
     from .settings import TierUrl
 

@@ -459,6 +459,20 @@ def test_a_second_lookup_of_a_request_replaces_the_first(cache, tier):
     assert cache.reply(second) == Found(chunks=1)
 
 
+def test_mp_102_replies_are_given_though_lookups_cannot_be_expired(
+    monkeypatch, cache, tier, caplog
+):
+    """What is due is due, whatever else fails at that moment."""
+    stored_below(tier, 0, 2)
+
+    def fails(now):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cache.service._tiers, "expire", fails)
+    assert cache.lookup(0, 2) == 2
+    assert "ZeroDivisionError" in caplog.text
+
+
 def test_a_call_that_never_comes_back_makes_the_tier_one_that_is_away(cache, tier):
     stored_below(tier, 0, 2)
     tier.gate.clear()

@@ -51,7 +51,7 @@ class Inbox:
         """Do what was posted; the replies that are due. Never raises."""
         with suppress(queue.Empty):
             while True:
-                self._do(self._posted.get_nowait(), now)
+                self.do(self._posted.get_nowait(), now)
         replies, self._replies = self._replies, []
         return replies
 
@@ -61,7 +61,7 @@ class Inbox:
         with suppress(queue.Empty):
             while not over():
                 left = max(0.0, end - time.monotonic())
-                self._do(self._posted.get(timeout=left), time.monotonic())
+                self.do(self._posted.get(timeout=left), time.monotonic())
         return over()
 
     def answered(self, produce: Callable[[Any, float], Reply]) -> tuple[Later, Over]:
@@ -95,7 +95,8 @@ class Inbox:
             event(one_over)
         return later
 
-    def _do(self, action: Action, now: float) -> None:
+    def do(self, action: Action, now: float) -> None:
+        """Call it; what it raises goes to the log."""
         try:
             action(now)
         except Exception:  # one that fails must not take the others with it

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 
     from lmcache_kernels.transfer.memory.arena import Arena
     from lmcache_kernels.transfer.messages import Reply, Request
+    from lmcache_kernels.transfer.tiering.tier import Tier
 
     from .accounts import QuotaUse
     from .chunk_table import ChunkState
@@ -73,7 +74,6 @@ if TYPE_CHECKING:
     from .later import Later
     from .pins import PinState
     from .quotas import Quotas
-    from .tier import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +101,8 @@ class CacheService:
         wake: called, from any thread, when :meth:`finished` has something to do.
 
     Raises:
-        ConfigError: a size or time that is not above 0, a limit that is not in [0, 1], a policy that does not exist, or tiers without
-            an arena.
+        ConfigError: a size or time that is not above 0, a limit that is not in [0, 1], a policy that
+            does not exist, or tiers without an arena.
         TierUnavailable: a tier that cannot use the arena.
     """
 
@@ -222,7 +222,7 @@ class CacheService:
     def finished(self, now: float) -> list[tuple[Later, Reply]]:
         """Replies that are due now, each to what :meth:`handle` had returned; never raises."""
         if self._tiers is not None:
-            self._tiers.expire(now)
+            self._inbox.do(self._tiers.expire, now)
         return self._inbox.finished(now)
 
     def next_due(self) -> float:
@@ -294,7 +294,7 @@ class CacheService:
         return self._workers.states(now)
 
     def chunks(self, first: int, most: int) -> list[ChunkState]:
-        """Chunks in the arena in the order in which they came, from number ``first`` on."""
+        """Some of the chunks in the arena; see :meth:`.store.ChunkStore.chunks`."""
         return self._store.chunks(first, most)
 
     def stats(self) -> dict[str, int]:

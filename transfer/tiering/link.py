@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from lmcache_kernels.transfer.serving.chunk_table import ChunkKey
     from lmcache_kernels.transfer.serving.inbox import Inbox
-    from lmcache_kernels.transfer.serving.tier import Place, Tier
+    from lmcache_kernels.transfer.tiering.tier import Place, Tier
 
 logger = logging.getLogger(__name__)
 

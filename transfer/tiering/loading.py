@@ -272,31 +272,30 @@ class TierLoads:
                 count += 1
                 nbytes += HEADER_BYTES + (self._chunk_bytes(key[0]) or 0)
         busy = [key for (_, level), keys in batch.items() if self._is_busy(level) for key in keys]
-        for (shard, level), keys in batch.items():
-            if level == NOWHERE:
-                job.wanted.clear()
-            elif keys[0] not in busy:
-                self._fetch(job, shard, level, keys, now)
         job.wanted.extendleft(reversed(busy))
-        return not busy
+        for (shard, level), keys in batch.items():
+            if keys[0] in busy:
+                continue
+            if level == NOWHERE or not self._fetch(job, shard, level, keys, now):
+                job.wanted.clear()  # what is behind them makes no hit longer
+        return not (busy and job.wanted)
 
     def _is_busy(self, level: int) -> bool:
         return sum(fetch.level == level for fetch in self._fetches) >= MOST_FETCHES
 
-    def _fetch(self, job: _Job, shard: bytes, level: int, keys: list[ChunkKey], now: float) -> None:
+    def _fetch(self, job: _Job, shard: bytes, level: int, keys: list[ChunkKey], now: float) -> bool:
+        """Order one load; False if some of the chunks do not come."""
         chunk_bytes = self._chunk_bytes(shard)
         link = self._levels[level].link
         readable = self._levels[level].readable(shard)  # it was, before something was cleared
         if chunk_bytes is None or not readable or not link.may_try(now):
-            job.wanted.clear()
-            return
+            return False
         nbytes = HEADER_BYTES + chunk_bytes
         digests = [digest for _, digest in keys]
         slots = self._store.reserve(LOADER, shard, digests, nbytes, now, job.asked.tenant)
-        if len(slots.indices) < len(keys):  # no room, or a worker is just storing them
-            job.wanted.clear()
+        whole = len(slots.indices) == len(keys)  # else no room, or a worker is just storing them
         if not slots.indices:
-            return
+            return False
         keys = [keys[index] for index in slots.indices]
         places = [self._arena.view(offset, nbytes) for offset in slots.offsets]
         fetch = _Fetch(keys, {job}, level, slots.ticket, now)
@@ -313,6 +312,7 @@ class TierLoads:
             self._over(fetch, bad, now)
 
         link.get_into(keys, places, now, over)
+        return whole
 
     def _over(self, fetch: _Fetch, bad: list[int], now: float) -> None:
         self._forget(fetch)

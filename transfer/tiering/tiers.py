@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lmcache_kernels.transfer.serving.inbox import Inbox
     from lmcache_kernels.transfer.serving.later import Later
     from lmcache_kernels.transfer.serving.store import ChunkStore
-    from lmcache_kernels.transfer.serving.tier import Tier
+    from lmcache_kernels.transfer.tiering.tier import Tier
 
     from .loading import Asked
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .chunk_table import ChunkKey
+    from lmcache_kernels.transfer.serving.chunk_table import ChunkKey
 
 Place: TypeAlias = memoryview
 """The bytes of one slot in the arena: contiguous, writable, one-dimensional, format ``B``. They stay
